@@ -1,7 +1,7 @@
 """Expert parallelism for JAX: MoE dispatch and combine on CPU, TPU and CUDA, with one meaning."""
 
 import importlib
-import types
+import typing
 
 from xen_moe_jax import balance, cuda, routing
 from xen_moe_jax._api import combine, dispatch, get_dispatch_layout, redispatch
@@ -12,11 +12,14 @@ from xen_moe_jax._perf_model import Links, Prediction, perf_model
 from xen_moe_jax._quantize import Wire, dequantize, quantize
 from xen_moe_jax._quantized_weight import QuantizedWeight
 from xen_moe_jax._replicated import combine_replicated, dispatch_replicated
-from xen_moe_jax._types import BlockScaled, DispatchLayout, Flight, Handle, ReplicatedHandle, Routed
+from xen_moe_jax._types import BlockScaled, DispatchLayout, Flight, Handle, MoEMLPInfo, ReplicatedHandle, Routed
 from xen_moe_jax.backends import register_ahead as _register_ahead
 from xen_moe_jax.backends.base import BackendUnavailable
 from xen_moe_jax.buffer import Buffer, buffer_size_hint
 from xen_moe_jax.failure import OperationFailed, check
+
+if typing.TYPE_CHECKING:
+    from xen_moe_jax._moe_mlp import moe_mlp
 
 __version__ = "0.1.0"
 
@@ -29,6 +32,7 @@ __all__ = [
     "Handle",
     "KernelConfig",
     "Links",
+    "MoEMLPInfo",
     "OperationFailed",
     "Prediction",
     "QuantizedWeight",
@@ -50,6 +54,7 @@ __all__ = [
     "dispatch_replicated",
     "dispatch_start",
     "get_dispatch_layout",
+    "moe_mlp",
     "overlap",
     "perf_model",
     "quantize",
@@ -61,9 +66,11 @@ __all__ = [
 _LATER = ("autotune", "flax", "transfer")  # large, or in need of flax
 
 
-def __getattr__(name: str) -> types.ModuleType:
+def __getattr__(name: str) -> typing.Any:
     if name in _LATER:
         return importlib.import_module(f"{__name__}.{name}")
+    if name == "moe_mlp":  # its kernels for Hopper GPUs take as long to import as everything else
+        return importlib.import_module(f"{__name__}._moe_mlp").moe_mlp
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -108,17 +108,18 @@ def _weights_to_rows(values: Any, *handle: Any, **params: Any) -> Any:
         return _weights_by_rows(values, (topk_idx, positions, recv_counts, active), local_idx, params)
     owner = _layout.owners(topk_idx, spec.local_experts)
     ranks = jnp.arange(spec.num_ranks, dtype=jnp.int32)
-    sent = jnp.where(owner[None] == ranks[:, None, None], values[None], 0.0)
-    (came,) = all_to_all_p.bind(
-        sent,
-        axis_name=spec.axis_name,
-        axis_sizes=spec.axis_sizes,
-        split_axis=0,
-        concat_axis=0,
-        tiled=True,
-        axis_index_groups=None,
-        config=params["config"],
-    )
+    came = jnp.where(owner[None] == ranks[:, None, None], values[None], 0.0)
+    if spec.num_ranks > 1:
+        (came,) = all_to_all_p.bind(
+            came,
+            axis_name=spec.axis_name,
+            axis_sizes=spec.axis_sizes,
+            split_axis=0,
+            concat_axis=0,
+            tiled=True,
+            axis_index_groups=None,
+            config=params["config"],
+        )
     rows = math.prod(spec.row_dims)
     at = jnp.where(positions >= 0, positions, rows)
     out = jnp.zeros(spec.weights_shape, values.dtype)

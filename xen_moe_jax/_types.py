@@ -224,6 +224,19 @@ class DispatchLayout:
     is_token_in_rank: Any
 
 
+@pytree()
+class MoEMLPInfo:
+    """Counts of one `moe_mlp` on one rank.
+
+    Attributes:
+      num_tokens_per_expert: int32 `[L]`, rows of each local expert.
+      num_dropped: int32 `[]`, as in `Routed`.
+    """
+
+    num_tokens_per_expert: Any
+    num_dropped: Any
+
+
 def export_as(cls: type, to_json, from_json) -> None:
     export.register_pytree_node_serialization(
         cls,
@@ -241,5 +254,5 @@ def _spec_from_json(fields: list[dict[str, Any]]) -> tuple[Spec]:
 
 for _handle in (Handle, ReplicatedHandle):
     export_as(_handle, lambda aux: [dataclasses.asdict(spec) for spec in aux], _spec_from_json)
-for _cls in (BlockScaled, Routed, Flight, DispatchLayout):
+for _cls in (BlockScaled, Routed, MoEMLPInfo, Flight, DispatchLayout):
     export_as(_cls, list, tuple)

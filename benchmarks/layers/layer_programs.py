@@ -130,7 +130,7 @@ def own_layer(config: MoEConfig, work: Workload) -> Layer:
     def layer(weights: Weights, x: jax.Array, topk_idx: jax.Array) -> jax.Array:
         topk_weights = router_weights(work, weights["router"], x, topk_idx)
         parts = {name: weights[name] for name in ("gate", "up", "down")}
-        return through_experts(config, built_in(config), parts, Chunk(x, topk_idx, topk_weights))[0]
+        return through_experts(config, parts, Chunk(x, topk_idx, topk_weights))[0]
 
     return layer
 

@@ -73,7 +73,6 @@ def compile_layer(generation: str, model: Model, tokens: int, grouped_matmul: st
     from jax.sharding import NamedSharding, PartitionSpec
 
     import xen_moe_jax as xm
-    from xen_moe_jax.experts.mlp import built_in
     from xen_moe_jax.flax import MoEConfig, tpu_decode
     from xen_moe_jax.flax._chunks import Chunk, through_experts
 
@@ -93,7 +92,7 @@ def compile_layer(generation: str, model: Model, tokens: int, grouped_matmul: st
     def layer(weights: Any, x: Any, topk_idx: Any, topk_weights: Any) -> Any:
         chosen = tpu_decode.adapted(config, tokens)
         given = Chunk(x if chosen is config else tpu_decode.padded(x), topk_idx.T, topk_weights.T)
-        return through_experts(chosen, built_in(chosen), weights, given)[0][:, : model.hidden]
+        return through_experts(chosen, weights, given)[0][:, : model.hidden]
 
     split, of_slots = PartitionSpec("ep"), PartitionSpec(None, "ep")
     specs = (split, split, of_slots, of_slots)

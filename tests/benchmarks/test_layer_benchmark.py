@@ -19,7 +19,6 @@ from benchmarks.layers import layer, layer_bound, layer_programs
 from benchmarks.lib import options
 from benchmarks.lib.verify import WrongResultError
 from tests.support import ROOT, quick_compiler
-from xen_moe_jax.experts.mlp import built_in
 from xen_moe_jax.flax._chunks import Chunk, through_experts
 from xen_moe_jax.tuning.problem import make_problem
 
@@ -94,7 +93,7 @@ def test_dropped_rows_are_those_of_the_layer(name):
     @jax.shard_map(mesh=given.problem.mesh, in_specs=jax.P("ep"), out_specs=jax.P("ep"))
     def dropped(x, topk_idx):
         tokens = Chunk(x, topk_idx, jnp.ones_like(topk_idx, jnp.float32))
-        return through_experts(config, built_in(config), {"up": x}, tokens)[1][None]
+        return through_experts(config, dict.fromkeys(("gate", "up", "down"), x), tokens)[1][None]
 
     inputs = given.problem.inputs
     expected = int(dropped(inputs.x, inputs.topk_idx[0]).sum())

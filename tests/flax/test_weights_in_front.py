@@ -1,6 +1,7 @@
 """Router weights in front of the last matmul, and the experts as a Hopper GPU computes them: outputs and gradients."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from tests.support.layers import (
     run_with_gradients,
     tokens,
 )
+from xen_moe_jax.experts import combined
 from xen_moe_jax.flax import MoEConfig, _chunks
 
 PLAIN = dataclasses.replace(CONFIG, balancing="none")
@@ -88,9 +90,8 @@ def test_no_rows_of_experts_are_kept():
     assert kept("activation") == kept("rows") - 1
 
 
-def test_the_gradient_of_the_unweighted_combine(monkeypatch):
+def test_the_gradient_of_the_unweighted_combine():
     """On used rows that of `xm.combine`, bit for bit."""
-    config = dataclasses.replace(PLAIN, capacity_factor=0.8, apply_weights_to="activation")
     mesh = make_mesh((2,), ("ep",))
     x, cotangent = (jnp.asarray(tokens(16, seed=seed)) for seed in (1, 2))
     idx = jax.random.randint(jax.random.key(3), (16, 2), 0, 8)
@@ -99,9 +100,9 @@ def test_the_gradient_of_the_unweighted_combine(monkeypatch):
         options = {"num_experts": 8, "axis_name": "ep", "capacity": 13}
         routed = xm.dispatch(x, idx, jnp.ones(idx.shape), **options)
         used = (jnp.arange(13) < routed.group_sizes.sum())[:, None]
-        results = []
-        for add_up in (_chunks._add_up, _chunks._unweighted):
-            out, pull = jax.vjp(lambda y, add_up=add_up: add_up(config, y, routed.handle), routed.x)
+        results, back = [], combined.Return()
+        for combine in (functools.partial(back, weighted=False), functools.partial(combined._plain_combine, back)):
+            out, pull = jax.vjp(lambda y, combine=combine: combine(y, routed.handle), routed.x)
             results.append((out, jnp.where(used, pull(cotangent)[0], 0)))
         return results
 

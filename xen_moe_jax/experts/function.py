@@ -1,4 +1,4 @@
-"""The function that experts compute: its static description."""
+"""The function that experts compute: its static description, shared by `moe_mlp` and by `MoEConfig`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 ACTIVATIONS = ("swiglu", "geglu", "clipped_swiglu", "gelu", "relu2")
+APPLY_WEIGHTS_TO = ("rows", "activation", "input")
 GROUPED_MATMULS = ("auto", "ragged_dot", "tokamax", "hopper")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertFunction:
-    """The function that experts compute. `MoEConfig` inherits it, and documents its fields."""
+    """The function that experts compute. `xm.moe_mlp` documents the fields; `expert_bias`: there are biases."""
 
     activation: str = "swiglu"
     activation_limit: float = 7.0

@@ -17,12 +17,12 @@ from xen_moe_jax.experts.function import ExpertFunction
 
 Weights = dict[str, Any]
 Experts = Callable[..., jax.Array]
-"""`(rows, group_sizes, weights) -> rows`: see `MoEConfig.experts`. The layer's own take `row_weights` too, float32, one
-for each row, where `MoEConfig.apply_weights_to` is "activation" (factors in front of the last matmul) or "input"."""
+"""`(rows, group_sizes, weights) -> rows`: see `ExpertFunction.experts`. The library's own take `row_weights` too,
+float32, one for each row, where `apply_weights_to` is "activation" (factors in front of the last matmul) or "input"."""
 
 
 def built_in(config: ExpertFunction) -> Experts:
-    """Returns the layer's own experts, or `MoEConfig.experts` with a check of the rows that it returns."""
+    """Returns the library's experts, or the caller's with a check of the rows that they return."""
     own = functools.partial(grouped_experts if config.layout == "grouped" else padded_experts, config)
     experts = own if config.experts is None else functools.partial(_experts_of_the_caller, config.experts)
     if config.apply_weights_to != "input":
@@ -31,7 +31,7 @@ def built_in(config: ExpertFunction) -> Experts:
     def on_weighted_rows(
         rows: jax.Array, group_sizes: jax.Array, weights: Weights, row_weights: jax.Array
     ) -> jax.Array:
-        return experts(_weighted(rows, row_weights), group_sizes, weights)
+        return experts(weighted(rows, row_weights), group_sizes, weights)
 
     return on_weighted_rows
 
@@ -87,7 +87,7 @@ def _activated(config: ExpertFunction, x: jax.Array, project: Callable[[jax.Arra
     return activate(config, gate, project(x, "up"))
 
 
-def _weighted(rows: jax.Array, row_weights: jax.Array | None) -> jax.Array:
+def weighted(rows: jax.Array, row_weights: jax.Array | None) -> jax.Array:
     """Multiplies each row by its factor, in float32, rounded once."""
     if row_weights is None:
         return rows
@@ -107,38 +107,76 @@ def grouped_experts(
 
     Rows past the last group come out unspecified; `combine` does not read them, and no gradient here does.
     """
-    matmul = grouped_matmul.choose(config.grouped_matmul)
-    if not callable(config.grouped_matmul):  # a function of the caller's may read a QuantizedWeight as it is
-        weights = {name: widened(weight, x.dtype) for name, weight in weights.items()}
-    one_hot = used = None
-    if config.expert_bias:
-        ids = experts_of_rows(group_sizes, x.shape[0])[:, None]
-        experts = jnp.arange(group_sizes.shape[0], dtype=jnp.int32)[None, :]
-        # A matmul, not a gather: its transpose adds up in float32 instead of by scattered additions.
-        one_hot, used = (ids == experts).astype(x.dtype), ids < experts.shape[1]
-        if row_weights is not None:  # nor may the values there meet the bias' gradient of zero
-            row_weights = jnp.where(used[:, 0], row_weights, 0)
+    inner = inner_rows(config, x, group_sizes, weights, row_weights)
+    return outer_rows(config, inner, group_sizes, weights, row_weights)
 
-    def biased(out: jax.Array, name: str, factors: jax.Array | None = None) -> jax.Array:
-        if one_hot is None or used is None:
-            return out
-        bias = jnp.dot(one_hot, weights[f"{name}_bias"], preferred_element_type=jnp.float32)
-        bias = _weighted(bias, factors).astype(out.dtype)
-        # The mask keeps the unspecified rows past the last group out of the bias' gradient.
-        return out + jnp.where(used, bias, jnp.zeros((), out.dtype))
+
+def inner_rows(
+    config: ExpertFunction, x: jax.Array, group_sizes: jax.Array, weights: Weights, row_weights: jax.Array | None = None
+) -> jax.Array:
+    """First half of `grouped_experts`: the activation of the rows' projections, times `row_weights`, `[C, F]`."""
+    matmul = grouped_matmul.choose(config.grouped_matmul)
+    weights = _wide(config, weights, ("gate", "up"), x.dtype)
+    biases = _Biases(config, x, group_sizes, weights)
+    row_weights = biases.used_weights(row_weights)
 
     def project(rows: jax.Array, name: str) -> jax.Array:
-        return biased(matmul(rows, weights[name], group_sizes), name)
+        return biases.add(matmul(rows, weights[name], group_sizes), name)
 
     both_at_once = config.gated and grouped_matmul.by_hopper(config.grouped_matmul, x, weights["gate"])
     if both_at_once and config.activation == "swiglu" and not config.expert_bias:
-        activation = hopper.swiglu(x, weights["gate"], weights["up"], group_sizes, row_weights)
-    elif both_at_once:
+        return hopper.swiglu(x, weights["gate"], weights["up"], group_sizes, row_weights)
+    if both_at_once:
         gate, up = hopper.two_projections(x, weights["gate"], weights["up"], group_sizes)
-        activation = _weighted(activate(config, biased(gate, "gate"), biased(up, "up")), row_weights)
-    else:
-        activation = _weighted(_activated(config, x, project), row_weights)
-    return biased(matmul(activation, weights["down"], group_sizes), "down", row_weights)
+        return weighted(activate(config, biases.add(gate, "gate"), biases.add(up, "up")), row_weights)
+    return weighted(_activated(config, x, project), row_weights)
+
+
+def outer_rows(
+    config: ExpertFunction,
+    inner: jax.Array,
+    group_sizes: jax.Array,
+    weights: Weights,
+    row_weights: jax.Array | None = None,
+) -> jax.Array:
+    """Second half of `grouped_experts`: `inner_rows [C, F]` times `down`, plus its bias times `row_weights`."""
+    weights = _wide(config, weights, ("down",), inner.dtype)
+    out = grouped_matmul.choose(config.grouped_matmul)(inner, weights["down"], group_sizes)
+    biases = _Biases(config, inner, group_sizes, weights)
+    return biases.add(out, "down", biases.used_weights(row_weights))
+
+
+def _wide(config: ExpertFunction, weights: Weights, names: tuple[str, ...], dtype: Any) -> Weights:
+    """Returns the weights, those of `names` widened: a function of the caller's may read a QuantizedWeight as it is."""
+    if callable(config.grouped_matmul):
+        return weights
+    return weights | {name: widened(weights[name], dtype) for name in names if name in weights}
+
+
+class _Biases:
+    """Biases of grouped rows: each row gets the bias of its expert."""
+
+    def __init__(self, config: ExpertFunction, rows: jax.Array, group_sizes: jax.Array, weights: Weights) -> None:
+        self.given = config.expert_bias
+        if self.given:
+            ids = experts_of_rows(group_sizes, rows.shape[0])[:, None]
+            experts = jnp.arange(group_sizes.shape[0], dtype=jnp.int32)[None, :]
+            self.weights = weights
+            # A matmul, not a gather: its transpose adds up in float32 instead of by scattered additions.
+            self.one_hot, self.used = (ids == experts).astype(rows.dtype), ids < experts.shape[1]
+
+    def used_weights(self, row_weights: jax.Array | None) -> jax.Array | None:
+        """Returns zero past the last group: the values there may not meet the bias' gradient of zero."""
+        return row_weights if row_weights is None or not self.given else jnp.where(self.used[:, 0], row_weights, 0)
+
+    def add(self, out: jax.Array, name: str, factors: jax.Array | None = None) -> jax.Array:
+        """Returns `out [C, B]` plus the biases of that name, times `factors [C]`."""
+        if not self.given:
+            return out
+        bias = jnp.dot(self.one_hot, self.weights[f"{name}_bias"], preferred_element_type=jnp.float32)
+        bias = weighted(bias, factors).astype(out.dtype)
+        # The mask keeps the unspecified rows past the last group out of the bias' gradient.
+        return out + jnp.where(self.used, bias, jnp.zeros((), out.dtype))
 
 
 def padded_experts(
@@ -156,9 +194,9 @@ def padded_experts(
         if not config.expert_bias:
             return out
         bias = weights[f"{name}_bias"][:, None, :]
-        return out + (bias if factors is None else _weighted(bias, factors))
+        return out + (bias if factors is None else weighted(bias, factors))
 
-    return project(_weighted(_activated(config, x, project), row_weights), "down", row_weights)
+    return project(weighted(_activated(config, x, project), row_weights), "down", row_weights)
 
 
 def shared_expert(config: ExpertFunction, x: jax.Array, weights: Weights, share: jax.Array | None = None) -> jax.Array:
@@ -171,4 +209,4 @@ def shared_expert(config: ExpertFunction, x: jax.Array, weights: Weights, share:
     def project(rows: jax.Array, name: str) -> jax.Array:
         return rows @ widened(weights[f"shared_{name}"], rows.dtype)
 
-    return _weighted(project(_activated(config, x, project), "down"), share)
+    return weighted(project(_activated(config, x, project), "down"), share)

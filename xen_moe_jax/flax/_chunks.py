@@ -13,7 +13,7 @@ over the `checkpoint_name`s of dispatch, under which nothing is dispatched again
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,12 +25,13 @@ import xen_moe_jax as xm
 from xen_moe_jax._mesh import platform
 from xen_moe_jax._moe_primitives import HANDLE, ROWS
 from xen_moe_jax._overlap import is_pending
-from xen_moe_jax.experts import grouped_matmul
-from xen_moe_jax.flax import tpu_decode
+from xen_moe_jax.experts.combined import rows_for_experts
+from xen_moe_jax.experts.function import ExpertFunction
+from xen_moe_jax.experts.mlp import built_in
 from xen_moe_jax.flax._config import MoEConfig
 
-RowExperts = Callable[..., jax.Array]
-"""`(rows, group_sizes, *row_weights) -> rows`, the experts' weights bound: `for_experts`."""
+NAMES = ("gate", "up", "down")
+"""Weights of an expert; those of its biases end in "_bias"."""
 OVERLAPPING = ("cpu", "tpu")
 """Platforms on which asynchronous operations of chunks overlap. On GPUs this measured slower than chunks in turn,
 because a pending operation takes SMs from matmuls that fill the GPU
@@ -60,18 +61,12 @@ class Chunk(NamedTuple):
 
 
 def through_experts(
-    config: MoEConfig,
-    experts: Callable[..., jax.Array],
-    weights: Any,
-    tokens: Chunk,
-    members: Members = ALL_AT_HOME,
+    config: MoEConfig, weights: Any, tokens: Chunk, members: Members = ALL_AT_HOME
 ) -> tuple[jax.Array, jax.Array]:
     """Runs dispatch, experts and combine.
 
     Args:
-      experts: `(rows, group_sizes, weights) -> rows`, with `row_weights` as a fourth argument where
-        `apply_weights_to` is "activation" or "input".
-      weights: its third argument; derivatives go to it.
+      weights: those of the experts, by name.
       tokens: all tokens of this rank.
       members: `weights` are those of the slots of its placement, where it has one.
 
@@ -85,16 +80,7 @@ def through_experts(
     )
 
     def run(weights: Any, chunks: list[Chunk]) -> tuple[list[jax.Array], jax.Array]:
-        def bound(
-            rows: jax.Array, sizes: jax.Array, *factors: jax.Array, lent: xm.balance.Placement | None = None
-        ) -> jax.Array:
-            held = weights
-            if lent is not None:
-                held = lent.move(weights, None, lent, axis_name=config.axis_name, config=config.kernel)
-            return experts(rows, sizes, held, *factors)
-
-        run_here = _pipelined if overlap else functools.partial(_whole, add_up=_adder(config, weights, tokens.x))
-        return run_here(config, bound, chunks, members)
+        return (_pipelined if overlap else _whole)(config, weights, chunks, members)
 
     if config.remat == "all":
         run = jax.checkpoint(run)
@@ -157,55 +143,48 @@ def _in_a_loop(run: Callable[..., Any], weights: Any, chunks: list[Chunk]) -> tu
     return [outs.reshape(-1, outs.shape[-1])], lost.sum()
 
 
-def _whole(
-    config: MoEConfig, experts: RowExperts, chunks: list[Chunk], members: Members, add_up: Callable[..., Any]
-) -> tuple[list[jax.Array], jax.Array]:
-    """Sends one chunk through the experts; `add_up(config, rows, handle)` is a combine."""
+def mlp(
+    config: MoEConfig, weights: Any, chunk: Chunk, members: Members = ALL_AT_HOME, *, replicated: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Sends one chunk through the experts by `xm.moe_mlp`: `[T, H]`, and int32 `[]`, the rows that this rank dropped.
+
+    Args:
+      replicated: the chunk is the same on every rank of the expert axes, and so is the output. No capacity applies.
+    """
+    function = {field.name: getattr(config, field.name) for field in dataclasses.fields(ExpertFunction)}
+    biases = tuple(weights.get(f"{name}_bias") for name in NAMES) if function.pop("expert_bias") else None
+    sending = _options(config, chunk, members) | {"combine_wire": config.combine_wire}
+    if replicated:
+        sending = {name: sending[name] for name in ("num_experts", "axis_name", "layout", "alignment")}
+    out, info = xm.moe_mlp(
+        *chunk,
+        *(weights.get(name) for name in NAMES),
+        biases=biases,
+        **function | sending,
+        replicated=replicated,
+        return_info=True,
+    )
+    return out, info.num_dropped
+
+
+def _whole(config: MoEConfig, weights: Any, chunks: list[Chunk], members: Members) -> tuple[list[jax.Array], jax.Array]:
+    """Sends one chunk through the experts."""
     (chunk,) = chunks
-    routed = xm.dispatch(chunk.x, chunk.topk_idx, chunk.topk_weights, **_options(config, chunk, members))
-    lent = {} if config.balance is None else {"lent": routed.handle.placement}
-    y = experts(*for_experts(config, routed), **lent)
-    return [add_up(config, y, routed.handle)], routed.num_dropped
-
-
-def _adder(config: MoEConfig, weights: Any, x: jax.Array) -> Callable[..., Any]:
-    """Returns the combine whose gradient is the cheapest behind these experts."""
-    own = config.experts is None and config.layout == "grouped" and config.apply_weights_to != "rows"
-    return _unweighted if own and grouped_matmul.by_hopper(config.grouped_matmul, x, weights["up"]) else _add_up
-
-
-def _add_up(config: MoEConfig, y: jax.Array, handle: Any) -> jax.Array:
-    return xm.combine(y, handle, **_back(config))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _unweighted(config: MoEConfig, y: jax.Array, handle: Any) -> jax.Array:
-    """A combine without weights. `xm.combine` gives rows past the last group a gradient of zero, and a pass over all
-    rows for it; the Hopper kernels do not read such rows, so that here they keep their values from the wire."""
-    return _add_up(config, y, handle)
-
-
-def _unweighted_forward(config: MoEConfig, y: jax.Array, handle: Any) -> tuple[jax.Array, Any]:
-    return _add_up(config, y, handle), handle
-
-
-def _unweighted_backward(config: MoEConfig, handle: Any, cotangent: jax.Array) -> tuple[jax.Array, None]:
-    return xm.redispatch(cotangent, handle, config=config.kernel), None
-
-
-_unweighted.defvjp(_unweighted_forward, _unweighted_backward)
+    out, dropped = mlp(config, weights, chunk, members)
+    return [out], dropped
 
 
 def _pipelined(
-    config: MoEConfig, experts: RowExperts, chunks: list[Chunk], members: Members
+    config: MoEConfig, weights: Any, chunks: list[Chunk], members: Members
 ) -> tuple[list[jax.Array], jax.Array]:
     """Handles two chunks or more: the next chunk's dispatch and the previous chunk's combine travel while the experts
     work."""
 
-    def work(rows: jax.Array, *others: jax.Array) -> jax.Array:
+    def work(rows: jax.Array, sizes: jax.Array, *factors: jax.Array) -> jax.Array:
         # named again behind the barrier of `overlap`, or a remat policy would repeat the starts to get them
         rows = checkpoint_name(checkpoint_name(rows, ROWS), EXPERT_ROWS)
-        return experts(rows, *(checkpoint_name(other, HANDLE) for other in others))
+        named = (checkpoint_name(factor, HANDLE) for factor in factors)
+        return built_in(config)(rows, checkpoint_name(sizes, HANDLE), weights, *named)
 
     outs: list[jax.Array] = []
     dropped = jnp.zeros((), jnp.int32)
@@ -216,7 +195,7 @@ def _pipelined(
         flights = {} if returning is None else {"back": returning}
         if upcoming is not None:
             flights["there"] = _start(config, upcoming, members)
-        flights, y = xm.overlap(flights, work, *for_experts(config, routed))
+        flights, y = xm.overlap(flights, work, *rows_for_experts(config, routed))
         if returning is not None:
             outs.append(xm.combine_done(flights["back"]))
         returning = xm.combine_start(y, routed.handle, **_back(config))
@@ -250,14 +229,6 @@ def _options(config: MoEConfig, chunk: Chunk, members: Members) -> dict[str, Any
         "slots_per_rank": config.slots_per_rank,
         "config": config.kernel,
     }
-
-
-def for_experts(config: MoEConfig, routed: xm.Routed) -> tuple[jax.Array, ...]:
-    """Arguments of the experts: rows, group sizes, and the rows' router weights where the experts apply them."""
-    sizes = routed.group_sizes if config.layout == "grouped" else routed.num_tokens_per_expert
-    if isinstance(config.experts, tpu_decode.Experts):
-        sizes = routed.handle.recv_counts
-    return routed.x, sizes, *([] if config.apply_weights_to == "rows" else [routed.weights])
 
 
 def _back(config: MoEConfig) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from xen_moe_jax import _validate
 from xen_moe_jax._command_line import Parser
 from xen_moe_jax._spec import exact_capacity, worst_case_capacity
-from xen_moe_jax.experts.mlp import built_in
 from xen_moe_jax.flax._chunks import Chunk, through_experts
 from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._parameters import ROUTER_PARAMETERS, parameter_table
@@ -112,7 +111,7 @@ def kept_buffers(config: MoEConfig, num_tokens: int, num_ranks: int, dtype: Any 
 
     def on_rank(weights: Any, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array) -> jax.Array:
         def layer(weights: Any, x: jax.Array, topk_weights: jax.Array) -> jax.Array:
-            return through_experts(config, built_in(config), weights, Chunk(x, topk_idx, topk_weights))[0]
+            return through_experts(config, weights, Chunk(x, topk_idx, topk_weights))[0]
 
         out, pull_back = jax.vjp(layer, weights, x, topk_weights)
         given = {id(a) for a in jax.tree.leaves((weights, x, topk_idx, topk_weights))}

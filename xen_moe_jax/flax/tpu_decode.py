@@ -13,7 +13,7 @@ import functools
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +101,7 @@ class Experts:
     blocks: tuple[tuple[str, tuple[int, int] | None], ...] = ()
     """For each matrix that is a `QuantizedWeight` its block, or None for scales of channels. Their scales are operands
     beside the weights."""
+    takes_received: ClassVar[bool] = True
 
     def __call__(self, rows: jax.Array, received: jax.Array, weights: dict[str, Any]) -> jax.Array:
         names: tuple[str, ...] = tuple(name for name in MATRICES if name in weights)

@@ -1,0 +1,255 @@
+"""The routed MLP as one operation: dispatch, gated MLP and combine, for users with or without Flax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xen_moe_jax import _validate
+from xen_moe_jax._api import dispatch
+from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._numbers import as_bool
+from xen_moe_jax._placement import Placement
+from xen_moe_jax._quantized_weight import QuantizedWeight, check_format, without_gradient
+from xen_moe_jax._replicated import combine_replicated, dispatch_replicated
+from xen_moe_jax._types import BlockScaled, MoEMLPInfo, Routed
+from xen_moe_jax.experts.combined import Return, experts_and_combine, run_experts
+from xen_moe_jax.experts.function import ACTIVATIONS, APPLY_WEIGHTS_TO, GROUPED_MATMULS, ExpertFunction
+
+CALLER = "moe_mlp"
+LAYOUTS = ("grouped", "padded")
+NAMES = ("gate", "up", "down")
+
+
+@jax.named_scope("xen_moe_mlp")
+def moe_mlp(
+    x: jax.Array,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array | None,
+    gate: jax.Array | None,
+    up: jax.Array,
+    down: jax.Array,
+    *,
+    num_experts: int,
+    axis_name: str | tuple[str, str],
+    activation: str = "swiglu",
+    activation_limit: float = 7.0,
+    activation_alpha: float = 1.702,
+    biases: tuple[jax.Array | None, jax.Array, jax.Array] | None = None,
+    apply_weights_to: str = "rows",
+    experts: Callable[..., jax.Array] | None = None,
+    grouped_matmul: str | Callable[..., jax.Array] = "auto",
+    layout: str = "grouped",
+    capacity: int | None = None,
+    alignment: int = 1,
+    drop: str = "position",
+    wire: Any = None,
+    combine_wire: Any = None,
+    gradient_wire: Any = None,
+    active: jax.Array | None = None,
+    placement: Placement | None = None,
+    balance: str | None = None,
+    slots_per_rank: int | None = None,
+    replicated: bool = False,
+    return_info: bool = False,
+    config: KernelConfig | None = None,
+) -> Any:
+    """Sends tokens to their experts, computes these, and adds up the results. Call it inside `jax.shard_map`.
+
+    The value is that of `dispatch`, two or three grouped matmuls and `combine`, to the last bit, and so are the
+    derivatives, except on a Hopper GPU. There the backward pass keeps neither the experts' outputs nor their weighted
+    cotangents, so that gradients differ by the rounding of these.
+
+    Args:
+      x: `[T, H]`, or `[..., H]`, float32, bfloat16 or float16: this rank's tokens, as in `dispatch`.
+      topk_idx, topk_weights: `[T, K]`, as in `dispatch`.
+      gate, up: `[L, H, F]` of the dtype of `x`, this rank's experts, `L = ceil(num_experts / R)`; `gate` is None for
+        activations with one projection. A `QuantizedWeight` in place of an array is widened where it is multiplied by.
+      down: `[L, F, H]`.
+      num_experts, axis_name: as in `dispatch`.
+      activation: with `gate`: "swiglu" (arXiv:2002.05202), "geglu", or "clipped_swiglu" (gpt-oss:
+        `g * sigmoid(activation_alpha * g) * (u + 1)`, `g` clipped above and `u` on both sides at `activation_limit`).
+        With `gate=None`: "gelu" or "relu2" (arXiv:2109.08668).
+      activation_limit, activation_alpha: the numbers of "clipped_swiglu".
+      biases: `(gate [L, F], up [L, F], down [L, H])`, the first None where `gate` is None; None for experts without.
+      apply_weights_to: where a router weight meets its row: "rows", the expert's output, while combine adds up;
+        "activation", in front of `down`, rounded with it; "input", the token that goes into the expert, rounded once.
+      experts: in place of the MLP: `experts(rows, group_sizes, weights) -> rows` with a dict of the weights (and of
+        "gate_bias", ...), as `MoEConfig.experts`. Shapes of the weights are then its own matter.
+      grouped_matmul: "auto" (the fastest one), "ragged_dot" (the only one with forward mode and second derivatives),
+        "tokamax", "hopper", or a function `(rows [C, A], weights [L, A, B], group_sizes [L]) -> [C, B]`.
+      layout: "grouped", or "padded" (batched matmuls over `[L, R*T, H]`).
+      capacity, alignment, drop, wire, gradient_wire, active: as in `dispatch`.
+      combine_wire: the `wire` of the combine.
+      placement, balance, slots_per_rank: as in `dispatch`. With a placement the weights are those of this rank's slots
+        (`placement.move` brings them there), `L` is `S`; with `balance="exact"` they are those of `L` experts as ever,
+        and are moved in here.
+      replicated: the tokens are the same on every rank of `axis_name` (decode): `dispatch_replicated` and
+        `combine_replicated`, so that only one sum travels. Arguments about what travels must be unset.
+      return_info: also return counts.
+      config: tuning; never changes the result.
+
+    Returns:
+      `[T, H]`, or `[..., H]`; with `return_info=True` a pair of it and a `MoEMLPInfo`.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong, or the call is not inside `jax.shard_map` over `axis_name`.
+    """
+    function = ExpertFunction(
+        activation=activation,
+        activation_limit=activation_limit,
+        activation_alpha=activation_alpha,
+        expert_bias=biases is not None,
+        apply_weights_to=apply_weights_to,
+        experts=experts,
+        grouped_matmul=grouped_matmul,
+        layout=layout,
+    )
+    _check(function)
+    if isinstance(x, BlockScaled):
+        raise TypeError(f"{CALLER}: x is a BlockScaled: pass the float array, and wire=... to quantize on the wire")
+    values, _, _ = _validate.payload(x, CALLER)
+    num_local = _num_local(num_experts, axis_name, placement)
+    weights = _weights(function, values, (gate, up, down), biases, num_local)
+    chosen = as_bool(replicated)
+    if chosen is None:
+        raise TypeError(f"{CALLER}: replicated={replicated!r}: must be True or False")
+    routing: dict[str, Any] = {
+        "num_experts": num_experts,
+        "axis_name": axis_name,
+        "layout": layout,
+        "alignment": alignment,
+    }
+    if chosen:
+        unset = {"capacity": capacity, "wire": wire, "combine_wire": combine_wire, "active": active}
+        unset |= {"gradient_wire": gradient_wire, "placement": placement, "balance": balance}
+        _check_unset(unset | {"slots_per_rank": slots_per_rank})
+        routed = dispatch_replicated(x, topk_idx, topk_weights, **routing)
+        y = run_experts(function, weights, routed)
+        out = combine_replicated(y, routed.handle, weighted=apply_weights_to == "rows")
+    else:
+        sending: dict[str, Any] = {
+            "capacity": capacity,
+            "drop": drop,
+            "wire": wire,
+            "gradient_wire": gradient_wire,
+            "active": active,
+        }
+        sending |= {"placement": placement, "balance": balance, "slots_per_rank": slots_per_rank}
+        routed = dispatch(x, topk_idx, topk_weights, **routing, **sending, config=config)
+        if balance is not None:
+            found = routed.handle.placement
+            weights = found.move(weights, None, found, axis_name=axis_name, config=config)
+        back = Return(combine_wire, gradient_wire, config)
+        out = experts_and_combine(function, weights, routed, back)
+    return (out, _info(routed)) if return_info else out
+
+
+def _info(routed: Routed) -> MoEMLPInfo:
+    return MoEMLPInfo(routed.num_tokens_per_expert, routed.num_dropped)
+
+
+def _num_local(num_experts: Any, axis_name: Any, placement: Any) -> int:
+    """Returns the experts of a rank, or the slots of a rank of a placement."""
+    total = _validate.integer(num_experts, "num_experts", CALLER, minimum=1)
+    num_ranks = math.prod(_validate.axes(axis_name, CALLER)[1])
+    if placement is None:
+        return -(-total // num_ranks)
+    _validate.placement(placement, total, num_ranks, CALLER)
+    return placement.slots_per_rank
+
+
+def _check(function: ExpertFunction) -> None:
+    """Raises ValueError or TypeError for the first field that is wrong."""
+    for name, choices in (
+        ("activation", ACTIVATIONS),
+        ("apply_weights_to", APPLY_WEIGHTS_TO),
+        ("grouped_matmul", GROUPED_MATMULS),
+        ("layout", LAYOUTS),
+    ):
+        value = getattr(function, name)
+        if name == "grouped_matmul" and callable(value):
+            continue
+        if not isinstance(value, str) or value not in choices:
+            more = {
+                "grouped_matmul": ", or a function (rows, weights, group_sizes)",
+                "layout": "; for 'ranked' call dispatch and combine",
+            }.get(name, "")
+            raise ValueError(f"{CALLER}: {name}={value!r}: must be one of {choices}{more}")
+    for name in ("activation_limit", "activation_alpha"):
+        value = getattr(function, name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise ValueError(f"{CALLER}: {name}={value!r}: must be a finite number > 0, known at trace time")
+    if function.experts is None:
+        return
+    if not callable(function.experts):
+        raise TypeError(f"{CALLER}: experts={function.experts!r}: must be a function (rows, group_sizes, weights)")
+    if function.apply_weights_to == "activation":
+        raise ValueError(
+            f"{CALLER}: apply_weights_to='activation' with experts=...: functions of your own get no router weights; "
+            "use 'rows' or 'input'"
+        )
+
+
+def _check_unset(arguments: dict[str, Any]) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{CALLER}: {name}={value!r} with replicated=True: no rows travel; leave it None")
+
+
+def _weights(
+    function: ExpertFunction, x: jax.Array, arrays: tuple[Any, ...], biases: Any, num_local: int
+) -> dict[str, jax.Array]:
+    """Returns the weights by name, checked against each other and against the tokens."""
+    given = dict(zip(NAMES, arrays))
+    if biases is not None:
+        if not isinstance(biases, tuple | list) or len(biases) != len(NAMES):
+            raise TypeError(f"{CALLER}: biases is a {type(biases).__name__}: must be None, or a tuple (gate, up, down)")
+        given |= {f"{name}_bias": bias for name, bias in zip(NAMES, biases)}
+    for name in ("gate", "gate_bias"):
+        if name in given and (given[name] is not None) != function.gated:
+            remedy = "pass the array" if function.gated else "has one projection: pass None"
+            what = "None" if given[name] is None else "an array"
+            raise ValueError(f"{CALLER}: {name} is {what} with activation={function.activation!r}: {remedy}")
+    weights = {name: _array(name, array) for name, array in given.items() if name[:4] != "gate" or array is not None}
+    if function.experts is None:
+        _check_shapes(x.shape[-1:], x.dtype, weights, num_local)
+    return weights
+
+
+def _array(name: str, array: Any) -> Any:
+    if isinstance(array, QuantizedWeight):
+        check_format(f"{CALLER}: {name}", array)
+        return without_gradient(array)
+    try:
+        array = jnp.asarray(array)
+    except (TypeError, ValueError):
+        raise TypeError(f"{CALLER}: {name} is a {type(array).__name__}: must be an array") from None
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"{CALLER}: {name} has dtype {array.dtype}: must be floating point")
+    return array
+
+
+def _check_shapes(hidden: tuple[int, ...], dtype: Any, weights: dict[str, jax.Array], num_local: int) -> None:
+    up = weights["up"]
+    width = up.shape[-1] if up.ndim else 0
+    sizes = (num_local, *hidden, width)
+    wanted = {"gate": ("LHF", sizes), "up": ("LHF", sizes), "down": ("LFH", (num_local, width, *hidden))}
+    wanted |= {"gate_bias": ("LF", (num_local, width)), "up_bias": ("LF", (num_local, width))}
+    wanted |= {"down_bias": ("LH", (num_local, *hidden))}
+    for name, array in weights.items():
+        letters, shape = wanted[name]
+        if array.shape != shape:
+            raise ValueError(
+                f"{CALLER}: {name} has shape {array.shape}: must be [{', '.join(letters)}] = {list(shape)}, for "
+                f"L = {num_local} experts of this rank (slots of its placement), H of x, and F, the last of up"
+            )
+        if not isinstance(array, QuantizedWeight) and array.dtype != dtype:
+            raise TypeError(
+                f"{CALLER}: {name} has dtype {array.dtype} and x has {dtype}: they must be equal; pass "
+                f"{name}.astype(x.dtype)"
+            )

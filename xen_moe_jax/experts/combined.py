@@ -1,0 +1,148 @@
+"""Experts and the combine of their rows as one differentiable step: fewer passes over the rows in the backward pass.
+
+Where nothing is fused, this is `combine(experts(rows))`. Where the Hopper kernels multiply, the value has the same
+bits, and the backward pass is another. A combine weights the rows `[C, H]`, so that its transpose multiplies the
+cotangent's rows by the router weights, and the gradient of these weights reads the experts' output. Both can be had
+in front of the last matmul, where a row has F elements; weighted rows then give the gradient of `down`:
+
+    by_inner = rows_of_cotangent @ down.T           by_row_weights = sum(inner * by_inner)
+    by_down  = (w * inner).T @ rows_of_cotangent    cotangent of the activation = w * by_inner
+
+So the experts' output is not kept, and no pass over `[C, H]` is made between two kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+from xen_moe_jax._api import combine, redispatch
+from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._mesh import vary_alike
+from xen_moe_jax._types import Handle, Routed
+from xen_moe_jax.experts import grouped_matmul, mlp
+from xen_moe_jax.experts.function import ExpertFunction
+
+
+@dataclasses.dataclass(frozen=True)
+class Return:
+    """How rows go home: arguments of `combine`."""
+
+    wire: Any = None
+    gradient_wire: Any = None
+    config: KernelConfig | None = None
+
+    def __call__(self, y: jax.Array, handle: Handle, *, weighted: bool) -> jax.Array:
+        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return combine(y, handle, weighted=weighted, **options)
+
+    def transposed(self, cotangent: jax.Array, handle: Handle) -> jax.Array:
+        """Returns the rows of a cotangent. `combine`'s own transpose gives rows past the last group zeros, by a pass
+        over all rows; the Hopper kernels do not read such rows."""
+        return redispatch(
+            cotangent, handle, wire=self.gradient_wire, gradient_wire=self.gradient_wire, config=self.config
+        )
+
+
+def experts_and_combine(
+    function: ExpertFunction, weights: mlp.Weights, routed: Routed, back: Return, *, in_kernels: bool = True
+) -> jax.Array:
+    """Returns `[T, H]`: the experts' outputs for the rows of `routed`, added up for each token.
+
+    Args:
+      in_kernels: False leaves the derivative of the combine to JAX, whatever multiplies.
+    """
+    by_rows = function.apply_weights_to == "rows"
+    own = in_kernels and function.experts is None and function.layout == "grouped"
+    own = own and routed.handle.placement is None  # or rows go home one by one and are weighted there
+    if own and grouped_matmul.by_hopper(function.grouped_matmul, routed.x, weights["up"]):
+        if by_rows:
+            return _weighted_combine(function, weights, routed, back)
+        return _plain_combine(back, run_experts(function, weights, routed), routed.handle)
+    y = run_experts(function, weights, routed)
+    return back(y, routed.handle, weighted=by_rows)
+
+
+def run_experts(function: ExpertFunction, weights: mlp.Weights, routed: Routed) -> jax.Array:
+    """Returns the experts' outputs for the rows of `routed`, in their layout."""
+    rows, sizes, *factors = rows_for_experts(function, routed)
+    return mlp.built_in(function)(rows, sizes, weights, *factors)
+
+
+def rows_for_experts(function: ExpertFunction, routed: Routed) -> tuple[jax.Array, ...]:
+    """Returns rows, group sizes, and the rows' router weights where the experts apply them."""
+    sizes = routed.group_sizes if function.layout == "grouped" else routed.num_tokens_per_expert
+    if getattr(function.experts, "takes_received", False):
+        sizes = routed.handle.recv_counts
+    return routed.x, sizes, *([] if function.apply_weights_to == "rows" else [routed.weights])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _plain_combine(back: Return, y: jax.Array, handle: Handle) -> jax.Array:
+    """A combine without weights, whose cotangent keeps its values from the wire past the last group."""
+    return back(y, handle, weighted=False)
+
+
+def _plain_forward(back: Return, y: jax.Array, handle: Handle) -> tuple[jax.Array, Handle]:
+    return _plain_combine(back, y, handle), handle
+
+
+def _plain_backward(back: Return, handle: Handle, cotangent: jax.Array) -> tuple[jax.Array, None]:
+    return back.transposed(cotangent, handle), None
+
+
+_plain_combine.defvjp(_plain_forward, _plain_backward)
+
+
+def _weighted_combine(function: ExpertFunction, weights: mlp.Weights, routed: Routed, back: Return) -> jax.Array:
+    leaves, tree = jax.tree.flatten((routed, weights))
+    routed, weights = jax.tree.unflatten(tree, vary_alike(*leaves))
+    last = {name: weights.pop(name) for name in list(weights) if name.startswith("down")}
+    handle = jax.lax.stop_gradient(routed.handle)
+    return _run(_Step(function, back), routed.x, routed.handle.weights, weights, last, routed.group_sizes, handle)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """Static arguments of `_run`, and the parts of its value."""
+
+    function: ExpertFunction
+    back: Return
+
+    def inner(self, rows: Any, first: Any, sizes: Any) -> Any:
+        return mlp.inner_rows(self.function, rows, sizes, first)
+
+    def outer(self, inner: Any, last: Any, sizes: Any, row_weights: Any = None) -> Any:
+        return mlp.outer_rows(self.function, mlp.weighted(inner, row_weights), sizes, last, row_weights)
+
+    def home(self, y: Any, handle: Any, row_weights: Any) -> Any:
+        return self.back(y, dataclasses.replace(handle, weights=row_weights), weighted=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(step: _Step, rows: Any, row_weights: Any, first: Any, last: Any, sizes: Any, handle: Any) -> Any:
+    """`first`: weights of the projections by name; `last`: those behind the activation."""
+    return step.home(step.outer(step.inner(rows, first, sizes), last, sizes), handle, row_weights)
+
+
+def _forward(
+    step: _Step, rows: Any, row_weights: Any, first: Any, last: Any, sizes: Any, handle: Any
+) -> tuple[Any, Any]:
+    inner, of_inner = jax.vjp(lambda rows, first: step.inner(rows, first, sizes), rows, first)
+    out = step.home(step.outer(inner, last, sizes), handle, row_weights)
+    return out, (inner, of_inner, row_weights, last, sizes, handle)
+
+
+def _backward(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
+    inner, of_inner, row_weights, last, sizes, handle = kept
+    # The rows that this returns are not used, so that XLA leaves their matmul out.
+    _, of_outer = jax.vjp(lambda inner, last, w: step.outer(inner, last, sizes, w), inner, last, row_weights)
+    by_inner, by_last, by_row_weights = of_outer(step.back.transposed(cotangent, handle))
+    by_rows, by_first = of_inner(by_inner)
+    return by_rows, by_row_weights, by_first, by_last, None, None
+
+
+_run.defvjp(_forward, _backward)
