@@ -296,6 +296,51 @@ def test_replicated_tokens(layout, mesh4):
         assert_near(out, dense(case, x, idx, weights, experts), 2e-6)
 
 
+@pytest.mark.parametrize("how", ["placement", "exact"])
+def test_the_result_does_not_depend_on_where_experts_are(how, mesh4):
+    """Expert 0, which most tokens name, is on two ranks; or a placement is computed for the batch. Other groups of rows
+    give `ragged_dot` other sums on a CPU."""
+    case = Case()
+    x, idx, weights, experts = operands(case)
+    idx[:, 0] = 0
+    placement = xm.balance.plan(np.bincount(idx[idx >= 0], minlength=EXPERTS + 1)[:EXPERTS], RANKS, 3)
+
+    def moved(x, idx, weights, experts):
+        there = placement.move(experts, None, placement, axis_name="ep")
+        return call(case, x, idx, weights, there, placement=placement, return_info=True)
+
+    exact = functools.partial(call, case, balance="exact", return_info=True)
+    given = x, idx, weights, experts
+    (out, info), gradients = values_and_gradients(mesh4, exact if how == "exact" else moved, given)
+    (expected, _), at_home = values_and_gradients(mesh4, functools.partial(call, case, return_info=True), given)
+    assert_near(out, expected, 2e-6)
+    assert int(info.num_dropped.sum()) == 0
+    assert_near(gradients, at_home, 2e-6)
+
+
+def test_quantized_weights(mesh4):
+    """They are widened where they are multiplied by, and have no gradient; other arguments have."""
+    case = Case()
+    x, idx, weights, experts = operands(case)
+    scaled = {name: (array * 8).astype(jnp.float8_e4m3fn) for name, array in experts.items()}
+    shipped = {
+        name: xm.QuantizedWeight(
+            values, np.full((len(values), 1, values.shape[2]), 0.125, np.float32), (values.shape[1], 1)
+        )
+        for name, values in scaled.items()
+    }
+    wide = {name: values.astype(jnp.float32) / 8 for name, values in scaled.items()}
+    program = on_ranks(mesh4, functools.partial(call, case, return_info=True))
+
+    def total(x, *others):
+        return jnp.sum(jnp.sin(program(x, *others)[0]))
+
+    ours, expected = (jax.jit(jax.grad(total))(*place(mesh4, (x, idx, weights, w))) for w in (shipped, wide))
+    assert_bits(ours, np.asarray(expected), "gradient of x")
+    with pytest.raises(TypeError, match="a gradient by a quantized weight"):
+        jax.eval_shape(jax.grad(total, 3, allow_int=True), *place(mesh4, (x, idx, weights, shipped)))
+
+
 def test_flax_is_not_needed():
     program = "import sys, xen_moe_jax; xen_moe_jax.moe_mlp; sys.exit('flax' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -341,6 +386,7 @@ MISTAKES = {
     "quantized": ({"x": xm.BlockScaled(jnp.ones((8, 128), jnp.int8), jnp.ones((8, 1)))}, TypeError, "wire=..."),
     "wire of replicated tokens": ({"replicated": True, "wire": "int8"}, ValueError, "wire='int8' with replicated=True"),
     "replicated": ({"replicated": 2}, TypeError, "replicated=2: must be True or False"),
+    "placement": ({"placement": UP}, TypeError, "moe_mlp: placement is a .*: must be a Placement"),
     "capacity": ({"capacity": -1}, ValueError, "capacity=-1: must be >= 0"),
     "experts in all": ({"num_experts": 0}, ValueError, "num_experts=0: must be >= 1"),
 }
