@@ -91,6 +91,7 @@ def plan(
     slots_per_rank: int,
     ranks_per_node: int | None = None,
     alive: Any = None,
+    min_replicas: int = 1,
 ) -> Placement:
     """Places experts so that all ranks get about equally many rows, if batches resemble `counts`. NumPy; not traced.
 
@@ -104,6 +105,7 @@ def plan(
       num_ranks, slots_per_rank: `R` and `S`.
       ranks_per_node: consecutive ranks that share a fast link; None is all of them. Must divide `num_ranks`.
       alive: bool `[R]`, False for a rank that gets no expert; None is all ranks.
+      min_replicas: every expert gets at least as many slots, on different ranks: with 2, no single rank is missed.
 
     Returns:
       `Placement` of NumPy arrays, whose shapes depend on `R`, `S` and `E` alone.
@@ -120,24 +122,34 @@ def plan(
         raise ValueError(f"{caller}: ranks_per_node={per_node}: must divide num_ranks={ranks}")
     load = _load(counts, caller)
     up = np.ones(ranks, bool) if alive is None else np.asarray(alive)
-    room = _room(up, ranks, slots, load.size, caller)
+    least = _validate.integer(min_replicas, "min_replicas", caller, minimum=1)
+    room = _room(up, ranks, slots, load.size * least, caller)
+    if least > up.sum():
+        raise ValueError(f"{caller}: min_replicas={least}: must be at most the {int(up.sum())} ranks that are alive")
     nodes = [[r for r in range(first, first + per_node) if up[r]] for first in range(0, ranks, per_node)]
     nodes = [node for node in nodes if node]
-    more = _order_of_replicas(load, room - load.size, int(up.sum()))
+    more = _order_of_replicas(load, least, room - load.size * least, int(up.sum()))
     best: tuple[float, list[list[int]]] | None = None
     for extra in sorted({round(len(more) * i / (TRIALS - 1)) for i in range(TRIALS)}):
-        copies = 1 + np.bincount(more[:extra], minlength=load.size)
+        copies = least + np.bincount(more[:extra], minlength=load.size)
         held = _pack_nodes(load / copies, copies, nodes, ranks, slots)
         if held is None:
             continue
         busiest = max(float(np.sum(load[row] / copies[row])) for row in held)
         if best is None or busiest < best[0]:
             best = busiest, held
-    assert best is not None  # without replicas there is room
     experts = np.full((ranks, slots), -1, np.int32)
-    for rank, row in enumerate(best[1]):
+    for rank, row in enumerate(best[1] if best is not None else _in_turn(load.size, least, np.flatnonzero(up), ranks)):
         experts[rank, : len(row)] = sorted(row)
     return of_experts(experts, load.size)
+
+
+def _in_turn(experts: int, copies: int, up: np.ndarray, ranks: int) -> list[list[int]]:
+    """Experts of each rank, dealt out in turn: it always works, and where slots are scarce nothing else may."""
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    for number in range(experts * copies):
+        held[up[number % len(up)]].append(number // copies)
+    return held
 
 
 def repair(placement: Placement, alive: Any, counts: Any = None) -> Placement:
@@ -194,7 +206,7 @@ def _room(up: np.ndarray, ranks: int, slots: int, experts: int, caller: str) -> 
     room = int(up.sum()) * slots
     if room < experts:
         raise ValueError(
-            f"{caller}: {int(up.sum())} ranks with slots_per_rank={slots} have {room} slots for {experts} experts: "
+            f"{caller}: {int(up.sum())} ranks with slots_per_rank={slots} have {room} slots for {experts} replicas: "
             f"slots_per_rank must be at least {-(-experts // max(int(up.sum()), 1))}"
         )
     return room
@@ -210,9 +222,12 @@ def _load(counts: Any, caller: str) -> np.ndarray:
     return load if load.any() else np.ones_like(load)
 
 
-def _order_of_replicas(load: np.ndarray, most: int, ranks: int) -> np.ndarray:
-    """Returns the experts that get one more replica, in order: the next has the largest load per replica."""
-    heap = [(-value, expert, 1) for expert, value in enumerate(load.tolist()) if ranks > 1 and value > 0]
+def _order_of_replicas(load: np.ndarray, least: int, most: int, ranks: int) -> np.ndarray:
+    """Returns the experts that get one more than `least` replicas, in order: the next has the largest load per
+    replica."""
+    heap = [
+        (-value / least, expert, least) for expert, value in enumerate(load.tolist()) if ranks > least and value > 0
+    ]
     heapq.heapify(heap)
     order: list[int] = []
     while heap and len(order) < most:

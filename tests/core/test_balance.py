@@ -47,12 +47,14 @@ def test_every_plan_holds_every_expert_on_ranks_that_are_alive(data):
     alive = np.ones(ranks, bool)
     alive[list(data.draw(st.sets(st.integers(0, ranks - 1), max_size=ranks - 1)))] = False
     experts = data.draw(st.integers(1, 30))
-    slots = -(-experts // int(alive.sum())) + data.draw(st.integers(0, 3))
+    least = data.draw(st.integers(1, min(3, int(alive.sum()))))
+    slots = -(-experts * least // int(alive.sum())) + data.draw(st.integers(0, 3))
     counts = data.draw(st.lists(st.integers(0, 10**6), min_size=experts, max_size=experts))
-    placement = xm.balance.plan(counts, ranks, slots, ranks_per_node=per_node, alive=alive)
+    options = {"ranks_per_node": per_node, "alive": alive, "min_replicas": least}
+    placement = xm.balance.plan(counts, ranks, slots, **options)
     check(placement, experts, ranks, slots, alive)
-    assert (placement.num_replicas >= 1).all()
-    again = xm.balance.plan(counts, ranks, slots, ranks_per_node=per_node, alive=alive)
+    assert (placement.num_replicas >= least).all()
+    again = xm.balance.plan(counts, ranks, slots, **options)
     chex.assert_trees_all_equal(placement, again)
 
 
@@ -144,6 +146,13 @@ def test_count_leaves_padding_out():
     idx = np.array([[0, 2], [2, -1], [1, 2], [5, 2**31 - 1]])
     assert xm.balance.count(idx, 4).tolist() == [1, 1, 3, 0]
     assert xm.balance.count(idx, 4, mask=np.array([True, False, False, True])).tolist() == [1, 0, 1, 0]
+
+
+@given(seed=st.integers(0, 2**16), gone=st.integers(0, R - 1))
+def test_with_two_replicas_no_single_rank_is_missed(seed, gone):
+    counts = np.random.default_rng(seed).integers(0, 100, E) ** 3
+    placement = xm.balance.plan(counts, R, -(-2 * E // R), min_replicas=2)
+    assert (placement.without(np.arange(R) != gone).num_replicas >= 1).all()
 
 
 @given(seed=st.integers(0, 2**16), gone=st.integers(0, R - 1))
@@ -484,6 +493,8 @@ def test_a_placement_is_saved_with_an_exported_program():
     [
         (lambda: xm.balance.plan([1, 2, 3], 2, 1), ValueError, "slots_per_rank must be at least 2"),
         (lambda: xm.balance.plan([1, 2], 2, 1, alive=[True, False]), ValueError, "1 ranks .* must be at least 2"),
+        (lambda: xm.balance.plan([1, 2], 2, 1, min_replicas=2), ValueError, "2 slots for 4 replicas"),
+        (lambda: xm.balance.plan([1], 2, 9, min_replicas=3), ValueError, "at most the 2 ranks"),
         (lambda: xm.balance.plan([1, -2], 2, 1), ValueError, "negative or infinite"),
         (lambda: xm.balance.plan([1, np.nan], 2, 1), ValueError, "negative or infinite"),
         (lambda: xm.balance.plan(3, 2, 1), ValueError, r"must be numbers \[E\]"),
