@@ -336,6 +336,13 @@ ERRORS = {"ValueError": ValueError, "TypeError": TypeError, "NotImplementedError
 VARIANTS = {  # of mistakes that the page lists: error, parts of the message
     "balance and a placement": (ValueError, ["balance='exact' with placement", "pass placement=None"]),
     "balance and inactive ranks": (ValueError, ["balance='exact' with active", "plan with alive="]),
+    "a placement for another number of ranks": (ValueError, ["placement is for 2 ranks, and axis_name has 4"]),
+    "a placement for `combine` of another number of slots": (
+        ValueError,
+        ["placement has 3 slots on a rank, and the dispatch had 2"],
+    ),
+    "balance in a layout without a capacity": (ValueError, ["balance='exact' with layout='padded'"]),
+    "balance without a slot for a borrowed expert": (ValueError, ["slots_per_rank=2: must be >= 3"]),
     "slots without balance": (ValueError, ["slots_per_rank=3 without balance='exact'"]),
     "`topk_idx` has the same tokens in other dimensions": (ValueError, ["topk_idx has 8 tokens and x has 2x4"]),
     "a signed dtype of `topk_idx` has none for it": (ValueError, ["int8", "127", "expert 128", "int32"]),
