@@ -49,6 +49,7 @@ def received_by_xla(spec: Spec, config: KernelConfig) -> tuple[int, ...]:
 def _dispatch_start_shapes(x: Any, scales: Any, *_: Any, spec: Spec, wire: Any, config: Any, **__: Any) -> Any:
     backend = _backend(spec, config)
     assert backend is not None
+    backend.check_wire(wire)
     if backend.dispatch_pending is None:
         return _shapes.dispatch(x, scales, spec=spec)
     return backend.dispatch_pending(Call(spec, config, wire), x, scales)
@@ -57,6 +58,7 @@ def _dispatch_start_shapes(x: Any, scales: Any, *_: Any, spec: Spec, wire: Any, 
 def _combine_start_shapes(y: Any, *_: Any, spec: Spec, wire: Any, config: Any, **params: Any) -> Any:
     backend = _backend(spec, config)
     assert backend is not None
+    backend.check_wire(wire)
     if backend.combine_pending is None:
         return _shapes.combine(y, spec=spec)
     return backend.combine_pending(Call(spec, config, wire), y)

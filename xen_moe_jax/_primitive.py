@@ -128,6 +128,7 @@ def _lowering(
             if otherwise is None:
                 raise NotImplementedError(f"the {backend.name} backend does not run {operation}")
             return _lower(ctx, operands, _plain_avals(ctx), functools.partial(otherwise, **params))
+        backend.check_wire(params.get("wire"))
         if "spec" in params and not backend.takes_nodes:
             _nodes.check_backend(params["spec"], params["config"], backend.name)
         known = {name: value for name, value in params.items() if name not in NOT_FOR_BACKENDS}

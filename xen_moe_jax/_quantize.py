@@ -1,4 +1,5 @@
-"""Block quantization: fp8 (e4m3) or int8 values with one float32 scale per 128 elements of the hidden dimension.
+"""Block quantization: fp8 (e4m3) or int8 values with one float32 scale per 128 elements of the hidden dimension, and
+MXFP4 with one power of two per 32, which rows may travel in.
 
 The block size and the e4m3 range follow DeepSeek-V3 (arXiv:2412.19437, section 3.3.2); ue8m0 (a power of two) follows
 the OCP Microscaling Formats specification, section 5.4.1. The arithmetic is spelled out so that every backend gives
@@ -15,10 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from xen_moe_jax import _mxfp4
 from xen_moe_jax._spec import SCALE_BLOCK, scale_blocks
 from xen_moe_jax._types import BlockScaled
 
 QMAX = {"float8_e4m3fn": 448.0, "int8": 127.0}
+WIRES = QMAX | {"mxfp4": _mxfp4.LARGEST}
+"""Formats of rows that travel, and the largest number of each."""
 SCALE_FORMATS = ("float32", "ue8m0")
 MIN_AMAX = 2.0**-96
 """Blocks quieter than this use its scale: neither the scale nor its inverse then leaves the normal float32 range."""
@@ -26,31 +30,50 @@ MIN_AMAX = 2.0**-96
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """Format of rows that travel quantized: values of `dtype`, and one scale for every 128 of them."""
+    """Format of rows that travel quantized: values of `dtype`, and one scale for every 128 of them.
+
+    "mxfp4" is no dtype but a format: E2M1 values, two a byte, and a power of two for every 32 (`scale_format` "ue8m0").
+    """
 
     dtype: str
     scale_format: str = "float32"
 
     def __post_init__(self) -> None:
         name = _dtype_name(self.dtype)
-        if name not in QMAX:
-            raise ValueError(f"Wire.dtype={self.dtype!r}: must be one of {tuple(QMAX)}")
+        if name not in WIRES:
+            raise ValueError(f"Wire.dtype={self.dtype!r}: must be one of {tuple(WIRES)}")
         if self.scale_format not in SCALE_FORMATS:
             raise ValueError(f"Wire.scale_format={self.scale_format!r}: must be one of {SCALE_FORMATS}")
         object.__setattr__(self, "dtype", name)
+        if self.is_mxfp4:
+            object.__setattr__(self, "scale_format", "ue8m0")
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """True where two values share a byte."""
+        return self.dtype == "mxfp4"
+
+    @property
+    def block(self) -> int:
+        """Elements that share a scale."""
+        return _mxfp4.BLOCK if self.is_mxfp4 else SCALE_BLOCK
 
     @property
     def jnp_dtype(self) -> Any:
         """The dtype on the wire, as jax.numpy has it."""
-        return jnp.dtype(self.dtype)
+        return jnp.dtype("uint8" if self.is_mxfp4 else self.dtype)
 
     def row_bytes(self, hidden: int) -> int:
         """Bytes of one row on the wire, scales included."""
+        if self.is_mxfp4:
+            return -(-hidden // _mxfp4.BLOCK) * (_mxfp4.BLOCK // 2 + 1)
         return hidden + 4 * scale_blocks(hidden)
 
 
 def _dtype_name(value: Any) -> str:
     """Returns the name of a dtype in any form; for anything else its text, which names no dtype."""
+    if isinstance(value, str) and value in WIRES:
+        return value
     try:
         return jnp.dtype(value).name if value is not None else "None"
     except TypeError:
@@ -58,7 +81,7 @@ def _dtype_name(value: Any) -> str:
 
 
 def parse_wire(wire: Any, name: str = "wire") -> Wire | None:
-    """None, a dtype name ("float8_e4m3fn", "int8"), "float8_e4m3fn:ue8m0", a dtype, or a `Wire`."""
+    """None, "float8_e4m3fn", "int8", "mxfp4", "float8_e4m3fn:ue8m0", a dtype, or a `Wire`."""
     if wire is None or isinstance(wire, Wire):
         return wire
     if isinstance(wire, str):
@@ -66,22 +89,22 @@ def parse_wire(wire: Any, name: str = "wire") -> Wire | None:
     else:
         text, scale_format = _dtype_name(wire), ""
     scale_format = scale_format or "float32"
-    if text not in QMAX or scale_format not in SCALE_FORMATS:
+    if text not in WIRES or scale_format not in SCALE_FORMATS:
         raise ValueError(
-            f"{name}={wire!r}: must be None (the input dtype travels) or one of {tuple(QMAX)}, optionally followed by "
+            f"{name}={wire!r}: must be None (the input dtype travels) or one of {tuple(WIRES)}, optionally followed by "
             f"':ue8m0' for power-of-two scales"
         )
     return Wire(text, scale_format)
 
 
-def _blocks(x: jax.Array) -> jax.Array:
-    """[..., H] -> [..., ceil(H/128), 128], zero-filled."""
+def _blocks(x: jax.Array, size: int = SCALE_BLOCK) -> jax.Array:
+    """[..., H] -> [..., ceil(H/size), size], zero-filled."""
     hidden = x.shape[-1]
-    blocks = scale_blocks(hidden)
-    pad = blocks * SCALE_BLOCK - hidden
+    blocks = -(-hidden // size)
+    pad = blocks * size - hidden
     if pad:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)])
-    return x.reshape(*x.shape[:-1], blocks, SCALE_BLOCK)
+    return x.reshape(*x.shape[:-1], blocks, size)
 
 
 def _join(blocks: jax.Array, hidden: int) -> jax.Array:
@@ -117,9 +140,12 @@ def _divide(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def quantize_arrays(x: jax.Array, wire: Wire) -> tuple[jax.Array, jax.Array]:
-    """`x [..., H]` float -> (values `[..., H]` of the wire dtype, scales float32 `[..., ceil(H/128)]`)."""
-    qmax = QMAX[wire.dtype]
-    blocks = _blocks(x.astype(jnp.float32))
+    """`x [..., H]` float -> (values `[..., H]` of the wire dtype, scales float32 `[..., ceil(H/128)]`).
+
+    MXFP4: values uint8 `[..., 16 * ceil(H/32)]`, exponents uint8 `[..., ceil(H/32)]`.
+    """
+    qmax = WIRES[wire.dtype]
+    blocks = _blocks(x.astype(jnp.float32), wire.block)
     magnitude = lax.bitcast_convert_type(blocks, jnp.int32) & 0x7FFFFFFF  # as integers: NaN > inf > every finite value
     amax_bits = jnp.max(magnitude, axis=-1)
     finite = amax_bits < 0x7F800000
@@ -134,6 +160,10 @@ def quantize_arrays(x: jax.Array, wire: Wire) -> tuple[jax.Array, jax.Array]:
     inverse = jnp.where(finite, inverse, 0.0)
     scaled = blocks * inverse[..., None]
     scaled = jnp.where(finite[..., None], scaled, 0.0)
+    if wire.is_mxfp4:
+        packed = _mxfp4.pack(_mxfp4.codes_of(scaled))
+        exponents = _mxfp4.exponents_of(jnp.where(finite, scale, jnp.float32(jnp.nan)))
+        return packed.reshape(*packed.shape[:-2], packed.shape[-2] * packed.shape[-1]), exponents
     if wire.dtype == "int8":
         scaled = jnp.clip(jnp.round(scaled), -127, 127)
     values = _join(scaled.astype(wire.jnp_dtype), x.shape[-1])
@@ -145,6 +175,15 @@ def dequantize_arrays(values: jax.Array, scales: jax.Array, dtype: Any) -> jax.A
     hidden = values.shape[-1]
     blocks = _blocks(values).astype(jnp.float32) * scales[..., None]
     return _join(blocks, hidden).astype(dtype)
+
+
+def from_wire(payload: tuple[jax.Array, jax.Array], wire: Wire, hidden: int, dtype: Any) -> jax.Array:
+    """Inverse of `quantize_arrays` for rows of `hidden` elements, rounded to `dtype`."""
+    if not wire.is_mxfp4:
+        return dequantize_arrays(*payload, dtype)
+    values, exponents = payload
+    blocks = _blocks(_mxfp4.values_of(_mxfp4.unpack(values)), _mxfp4.BLOCK)
+    return _join(blocks * _mxfp4.scales_of(exponents)[..., None], hidden).astype(dtype)
 
 
 def quantize(x: jax.Array, dtype: Any = "float8_e4m3fn", scale_format: str = "float32") -> BlockScaled:

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xen_moe_jax import _mxfp4
 from xen_moe_jax._types import pytree
 
 SCALED = ("float8_e4m3fn", "float8_e5m2", "int8")
 """Dtypes of values that have float32 scales."""
-MXFP4_BLOCK = 32
+MXFP4_BLOCK = _mxfp4.BLOCK
 """Elements along the contracted dimension that share one exponent in MXFP4."""
 
 
@@ -81,7 +82,7 @@ class QuantizedWeight:
         """
         check_format("QuantizedWeight", self)
         weight = without_gradient(self)
-        scales = _spread(_exponents_to_float32(weight.scales) if self.is_mxfp4 else weight.scales, self)
+        scales = _spread(_mxfp4.scales_of(weight.scales) if self.is_mxfp4 else weight.scales, self)
         values = _unpacked(weight.values) if self.is_mxfp4 else weight.values.astype(jnp.float32)
         product = values * scales
         if jnp.dtype(dtype) == jnp.bfloat16:  # not a conversion alone, which XLA may leave out in front of a matmul
@@ -134,23 +135,6 @@ def _spread(scales: jax.Array, weight: QuantizedWeight) -> jax.Array:
     return scales
 
 
-def _exponents_to_float32(exponents: jax.Array) -> jax.Array:
-    """Returns `2 ** (exponents - 127)`, and NaN for 255."""
-    bits = exponents.astype(jnp.int32)
-    bits = jnp.where(bits == 0, 1 << 22, jnp.where(bits == 255, 0x7FC00000, bits << 23))
-    return lax.bitcast_convert_type(bits, jnp.float32)
-
-
 def _unpacked(packed: jax.Array) -> jax.Array:
     """Returns float32 `[..., A, B]` of E2M1 values `[..., A / 2, B]` in pairs."""
-    *before, rows, columns = packed.shape
-    pairs = packed[..., None, :].astype(jnp.int32)
-    return _e2m1(jnp.concatenate([pairs & 0xF, pairs >> 4], axis=-2)).reshape(*before, 2 * rows, columns)
-
-
-def _e2m1(codes: jax.Array) -> jax.Array:
-    """Returns the float32 values of E2M1 codes, int32 0 to 15: a sign, two bits of exponent, one of mantissa."""
-    magnitude = codes & 7
-    normal = ((magnitude >> 1) + 126 << 23) | ((magnitude & 1) << 22)
-    bits = jnp.where(magnitude > 1, normal, jnp.where(magnitude == 1, 126 << 23, 0))
-    return lax.bitcast_convert_type(bits | ((codes >> 3) << 31), jnp.float32)
+    return _mxfp4.values_of(_mxfp4.unpack(packed.swapaxes(-1, -2)).swapaxes(-1, -2))

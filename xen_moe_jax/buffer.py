@@ -58,6 +58,7 @@ def buffer_size_hint(
     size = backends.load(name).buffer_size_hint
     if size is None:
         return 0
+    backends.load(name).check_wire(parsed)
     common = {"dtype": checked_dtype, "ranks_per_node": per_node}
     if slots_per_rank is None:
         return size(**checked, wire=parsed, **common)

@@ -353,7 +353,7 @@ VARIANTS = {  # of mistakes that the page lists: error, parts of the message
         ValueError,
         ["layout=array([0, 1]): must be one of ('grouped', 'ranked', 'padded')"],
     ),
-    "a `Wire` of unknown dtype": (ValueError, ["Wire.dtype='int4': must be one of ('float8_e4m3fn', 'int8')"]),
+    "a `Wire` of unknown dtype": (ValueError, ["Wire.dtype='int4': must be one of ('float8_e4m3fn', 'int8', 'mxfp4')"]),
     "a `Wire` of unknown scale format": (ValueError, ["Wire.scale_format='bf16': must be one of ('float32', 'ue8m0')"]),
     "called in `jit` outside `jax.shard_map`": (
         ValueError,

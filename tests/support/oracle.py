@@ -60,10 +60,27 @@ def dequantize(values: np.ndarray, scales: np.ndarray, dtype=F32) -> np.ndarray:
     return (values.astype(F32) * wide).astype(dtype)
 
 
+def mxfp4(x: np.ndarray) -> np.ndarray:
+    """Returns `x [..., H]` in E2M1 with a power of two for 32 elements, of which none exceeds 6 times it: float32."""
+    out = np.empty(x.shape, F32)
+    for row in np.ndindex(*x.shape[:-1]):
+        for at in range(0, x.shape[-1], 32):
+            block = x[row][at : at + 32].astype(F32)
+            if not np.all(np.isfinite(block)):
+                out[row][at : at + 32] = np.nan
+                continue
+            mantissa, exponent = math.frexp(float(F32(max(np.max(np.abs(block)), F32(2.0**-96)) / F32(6))))
+            scale = F32(2.0 ** (exponent - 1 if mantissa == 0.5 else exponent))
+            out[row][at : at + 32] = (block / scale).astype(ml_dtypes.float4_e2m1fn).astype(F32) * scale
+    return out
+
+
 def through_wire(x: np.ndarray, wire: str | None, scale_format: str, dtype) -> np.ndarray:
     """Returns `x` as it arrives, in `dtype`: rounded to `dtype`, or quantized and dequantized."""
     if wire is None:
         return x.astype(dtype)
+    if wire == "mxfp4":
+        return mxfp4(x).astype(dtype)
     return dequantize(*quantize(x, wire, scale_format), dtype)
 
 

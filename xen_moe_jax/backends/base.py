@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from xen_moe_jax._config import KernelConfig
-from xen_moe_jax._quantize import Wire
+from xen_moe_jax._quantize import QMAX, Wire
 from xen_moe_jax._shapes import ShapeDtype
 from xen_moe_jax._spec import Spec
 
@@ -77,6 +77,7 @@ class Backend:
       takes_active: operations take `active` as an operand and wait for no inactive rank. Otherwise the operands are
         masked before the backend gets them.
       in_32_bits: operations are traced and lowered as if `jax_enable_x64` were not set. Operands keep their dtypes.
+      wires: formats in which rows can travel.
       takes_nodes: a combine adds inside each node first where `KernelConfig.ranks_per_node` divides a single axis.
         Otherwise a node of the backend is an axis of the mesh.
       supports_async: `supports_async(spec, config)` returns True if start and done of an operation can be two programs.
@@ -107,6 +108,7 @@ class Backend:
     takes_active: bool = False
     in_32_bits: bool = False
     takes_nodes: bool = False
+    wires: tuple[str, ...] = tuple(QMAX)
 
     supports_async: Callable[[Spec, KernelConfig], bool] = lambda spec, config: False
     dispatch_start: Operation | None = None
@@ -122,6 +124,14 @@ class Backend:
     buffer_size_hint: Callable[..., int] | None = None
     ranks_per_node: Callable[[int], int | None] = lambda num_ranks: None
     failure: Callable[[], str] = lambda: ""
+
+    def check_wire(self, wire: Wire | None) -> None:
+        """Raises ValueError where rows cannot travel in this format."""
+        if wire is not None and wire.dtype not in self.wires:
+            raise ValueError(
+                f"wire={wire.dtype!r}: the {self.name} backend has no kernels for it, only for {self.wires}; use one "
+                "of them, or KernelConfig(backend='reference')"
+            )
 
     def operation(self, name: str) -> Operation | None:
         """The function that runs the operation `name`, or None."""

@@ -14,7 +14,7 @@ from jax import lax
 from xen_moe_jax import _nodes
 from xen_moe_jax import _single_ops as ops
 from xen_moe_jax._layout import owners
-from xen_moe_jax._quantize import Wire, dequantize_arrays, quantize_arrays
+from xen_moe_jax._quantize import Wire, from_wire, quantize_arrays
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends import rounds
 from xen_moe_jax.backends.base import Call
@@ -50,7 +50,10 @@ def combine(
     received = rounds.exchange(
         produce, largest_pair=largest_pair, max_rows=spec.num_tokens, block=block, axis_name=spec.axis_name
     )
-    return _reduce_ranks(received, topk_idx, y.dtype, wire, zero, spec, _nodes.ranks_per_node(spec, call.config))
+    hidden = rows.shape[-1]
+    return _reduce_ranks(
+        received, topk_idx, hidden, y.dtype, wire, zero, spec, _nodes.ranks_per_node(spec, call.config)
+    )
 
 
 def most_rows_first(slots: jax.Array) -> jax.Array:
@@ -82,14 +85,15 @@ def _to_wire(partial, dtype, wire: Wire | None, zero):
     return keep(values, zero), scales  # where nothing travels in between, XLA would drop the rounding (seen on GPU)
 
 
-def _from_wire(payload, wire: Wire | None, zero):
+def _from_wire(payload, wire: Wire | None, hidden: int, zero):
     if wire is None:
         return payload[0].astype(jnp.float32)
-    values, scales = payload
-    return keep(dequantize_arrays(values, scales, jnp.float32), zero)
+    return keep(from_wire(payload, wire, hidden, jnp.float32), zero)
 
 
-def _reduce_ranks(received, topk_idx, dtype, wire: Wire | None, zero, spec: Spec, ranks_per_node: int) -> jax.Array:
+def _reduce_ranks(
+    received, topk_idx, hidden: int, dtype, wire: Wire | None, zero, spec: Spec, ranks_per_node: int
+) -> jax.Array:
     """Adds the partial rows on the token's own rank: ranks ascending, or inside each node first where there are
     several nodes."""
     owner = owners(topk_idx, spec.local_experts)
@@ -104,17 +108,16 @@ def _reduce_ranks(received, topk_idx, dtype, wire: Wire | None, zero, spec: Spec
     def add_rank(rank, acc):
         hit = lax.dynamic_index_in_dim(counts, rank, axis=0, keepdims=False) > 0
         at = lax.dynamic_index_in_dim(place, rank, axis=0, keepdims=False) + rank * stride
-        partial = _from_wire(tuple(ops.take(a, at) for a in flat), wire, zero)
+        partial = _from_wire(tuple(ops.take(a, at) for a in flat), wire, hidden, zero)
         return ops.where(hit, acc + partial, acc)
 
-    hidden = received[0].shape[-1]
     start = jnp.zeros((spec.num_tokens, hidden), jnp.float32)
     if ranks_per_node == spec.num_ranks:
         return lax.fori_loop(0, spec.num_ranks, add_rank, start).astype(dtype)
 
     def add_node(node, acc):
         inside = lax.fori_loop(node * ranks_per_node, (node + 1) * ranks_per_node, add_rank, start)
-        partial = _from_wire(_to_wire(inside, dtype, wire, zero), wire, zero)
+        partial = _from_wire(_to_wire(inside, dtype, wire, zero), wire, hidden, zero)
         return acc + partial
 
     return lax.fori_loop(0, spec.num_ranks // ranks_per_node, add_node, start).astype(dtype)

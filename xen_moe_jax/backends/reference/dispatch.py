@@ -11,7 +11,7 @@ from jax import lax
 
 from xen_moe_jax import _layout
 from xen_moe_jax import _single_ops as ops
-from xen_moe_jax._quantize import dequantize_arrays, quantize_arrays
+from xen_moe_jax._quantize import from_wire, quantize_arrays
 from xen_moe_jax.backends import rounds
 from xen_moe_jax.backends.base import Call
 from xen_moe_jax.backends.metadata import gather_metadata, place_slots, place_weights
@@ -83,7 +83,7 @@ def _send_rows(call: Call, x, scales, topk_idx, positions, largest_pair):
     if wire is not None:
         values, row_scales = received
         zero = runtime_zero(positions + 2)
-        received = (keep(dequantize_arrays(values, row_scales, x.dtype), zero),)
+        received = (keep(from_wire((values, row_scales), wire, x.shape[1], x.dtype), zero),)
     rows, *row_scales = (place(a) for a in received)
     return rows, row_scales[0] if row_scales else jnp.zeros(spec.rows_shape(0), jnp.float32)
 
