@@ -80,11 +80,21 @@ def activate(config: ExpertFunction, gate: jax.Array | None, up: jax.Array) -> j
     return gate * jax.nn.sigmoid(config.activation_alpha * gate) * (up + 1)
 
 
-def _activated(config: ExpertFunction, x: jax.Array, project: Callable[[jax.Array, str], jax.Array]) -> jax.Array:
-    """Computes the activation of an expert; `project(x, name)` multiplies by the weights of that name and adds their
-    bias."""
-    gate = project(x, "gate") if config.gated else None
-    return activate(config, gate, project(x, "up"))
+def _activated(config: ExpertFunction, projections: list[jax.Array], row_weights: jax.Array | None = None) -> jax.Array:
+    """Returns the activation of the projections, `gate` and `up` or `up` alone, times `row_weights`. The backward pass
+    keeps no other array of their size."""
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def product(*projections: jax.Array) -> jax.Array:
+        *gate, up = projections
+        return activate(config, gate[0] if gate else None, up)
+
+    return weighted(product(*projections), row_weights)
+
+
+def _names(config: ExpertFunction) -> tuple[str, ...]:
+    """Returns the names of the projections."""
+    return ("gate", "up") if config.gated else ("up",)
 
 
 def weighted(rows: jax.Array, row_weights: jax.Array | None) -> jax.Array:
@@ -120,16 +130,15 @@ def inner_rows(
     biases = _Biases(config, x, group_sizes, weights)
     row_weights = biases.used_weights(row_weights)
 
-    def project(rows: jax.Array, name: str) -> jax.Array:
-        return biases.add(matmul(rows, weights[name], group_sizes), name)
-
     both_at_once = config.gated and grouped_matmul.by_hopper(config.grouped_matmul, x, weights["gate"])
     if both_at_once and config.activation == "swiglu" and not config.expert_bias:
         return hopper.swiglu(x, weights["gate"], weights["up"], group_sizes, row_weights)
     if both_at_once:
-        gate, up = hopper.two_projections(x, weights["gate"], weights["up"], group_sizes)
-        return weighted(activate(config, biases.add(gate, "gate"), biases.add(up, "up")), row_weights)
-    return weighted(_activated(config, x, project), row_weights)
+        projections = [*hopper.two_projections(x, weights["gate"], weights["up"], group_sizes)]
+    else:
+        projections = [matmul(x, weights[name], group_sizes) for name in _names(config)]
+    biased = [biases.add(rows, name) for rows, name in zip(projections, _names(config))]
+    return _activated(config, biased, row_weights)
 
 
 def outer_rows(
@@ -170,13 +179,18 @@ class _Biases:
         return row_weights if row_weights is None or not self.given else jnp.where(self.used[:, 0], row_weights, 0)
 
     def add(self, out: jax.Array, name: str, factors: jax.Array | None = None) -> jax.Array:
-        """Returns `out [C, B]` plus the biases of that name, times `factors [C]`."""
+        """Returns `out [C, B]` plus the biases of that name, times `factors [C]`. No array `[C, B]` is kept for it."""
         if not self.given:
             return out
-        bias = jnp.dot(self.one_hot, self.weights[f"{name}_bias"], preferred_element_type=jnp.float32)
-        bias = weighted(bias, factors).astype(out.dtype)
-        # The mask keeps the unspecified rows past the last group out of the bias' gradient.
-        return out + jnp.where(self.used, bias, jnp.zeros((), out.dtype))
+
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def added(out: jax.Array, bias: jax.Array) -> jax.Array:
+            bias = jnp.dot(self.one_hot, bias, preferred_element_type=jnp.float32)
+            bias = weighted(bias, factors).astype(out.dtype)
+            # The mask keeps the unspecified rows past the last group out of the bias' gradient.
+            return out + jnp.where(self.used, bias, jnp.zeros((), out.dtype))
+
+        return added(out, self.weights[f"{name}_bias"])
 
 
 def padded_experts(
@@ -196,7 +210,8 @@ def padded_experts(
         bias = weights[f"{name}_bias"][:, None, :]
         return out + (bias if factors is None else weighted(bias, factors))
 
-    return project(weighted(_activated(config, x, project), row_weights), "down", row_weights)
+    inner = _activated(config, [project(x, name) for name in _names(config)], row_weights)
+    return project(inner, "down", row_weights)
 
 
 def shared_expert(config: ExpertFunction, x: jax.Array, weights: Weights, share: jax.Array | None = None) -> jax.Array:
@@ -209,4 +224,4 @@ def shared_expert(config: ExpertFunction, x: jax.Array, weights: Weights, share:
     def project(rows: jax.Array, name: str) -> jax.Array:
         return rows @ widened(weights[f"shared_{name}"], rows.dtype)
 
-    return weighted(project(_activated(config, x, project), "down"), share)
+    return weighted(project(_activated(config, [project(x, name) for name in _names(config)]), "down"), share)
