@@ -90,6 +90,7 @@ def test_programs_compiled_for_gpus(python, tmp_path):
     run_tests(
         python,
         "tests/backends/cuda/test_aot.py",
+        "tests/core/test_moe_mlp_aot.py",
         "tests/flax/test_hopper_aot.py",
         "tests/flax/test_state_aot.py",
         folder=tmp_path,
