@@ -12,6 +12,8 @@
 | `reduce_slots` | expert rank: a token's rows -> one partial record -> staging of the token's rank |
 | `reduce_ranks` | token's rank: staged partial records -> output rows |
 | `pack_tokens`, `index_tokens`, `order_tokens` | few tokens: packing, indexing, and the tables of a combine |
+| `decode_experts` | few rows an expert: all experts' MLPs, while weights stream through VMEM |
+| `decode_layer`, `decode_routing` | few tokens: a whole layer, tokens to experts and back, and its tables |
 | `forward` | records from another slice -> staging of the ranks of this slice |
 | `exchange` | one remote DMA per peer over contiguous runs; synchronous, or as start and done |
 """

@@ -153,7 +153,7 @@ def for_columns(width: int, work: Callable[[Any, int], None]) -> None:
 def rounded_sums(total: jax.Array, bias: Any, expert: Any, at: Any, dtype: Any) -> jax.Array:
     """Returns sums as the result of a matmul of its own, to which the bias is added: each is rounded."""
     value = total.astype(dtype)
-    return value if bias is None else (value.astype(jnp.float32) + bias[expert, :, at]).astype(dtype)
+    return value if bias is None else (value.astype(jnp.float32) + bias[pl.ds(expert, 1), at]).astype(dtype)
 
 
 def _fill_tables(refs: _Refs, most: int, alignment: int) -> Any:
@@ -198,7 +198,7 @@ def _body(
         name: Scales(getattr(refs, f"{name}_scales"), block, getattr(refs, name).shape)
         for name, block in blocks.items()
     }
-    _Rows(refs, pieces, activate, core, cores, mine, scales).run()
+    _Rows(refs, pieces, activate, core, cores, mine, scales=scales).run()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +214,7 @@ class Streams:
     core: Any
     cores: int
     mine: Any
-    scales: dict[str, Scales] = dataclasses.field(default_factory=dict)
+    scales: dict[str, Scales] = dataclasses.field(default_factory=dict, kw_only=True)
 
     def visit(self, i: Any) -> Any:
         return self.core + i * self.cores
@@ -378,13 +378,22 @@ class Streams:
 
     # -- in which order ------------------------------------------------------------------------------------------------
 
-    def first_slabs(self, most: Any) -> _Place:
-        """Starts the DMAs of the first slabs, of the first `most` visits; returns the place behind them."""
-        zero = jnp.int32(0)
-        begin = _Place(zero, zero, zero, zero)
-        if self.pieces.ahead == 1:
-            return self._start(begin, most)
-        return lax.fori_loop(0, self.pieces.ahead, lambda _, place: self._start(place, most), begin)
+    def beginning(self) -> _Place:
+        """Returns the place of the first slab."""
+        return _Place(*(jnp.int32(0) for _ in _Place._fields))
+
+    def first_slabs(self, count: int, most: Any) -> _Place:
+        """Starts the DMAs of the first `count` slabs, of the first `most` visits; returns the place behind them."""
+        if count == 1:
+            return self._start(self.beginning(), most)
+        return lax.fori_loop(0, count, lambda _, place: self._start(place, most), self.beginning())
+
+    def more_slabs(self, some: Any, count: int, place: _Place) -> _Place:
+        """Starts the DMAs of the slabs that may be on their way: of all of them, or where `some`, without the first
+        `count`, behind which `place` is. Returns the place behind them."""
+        begin = _Place(*(jnp.where(some, at, 0) for at in place))
+        first = jnp.where(some, count, 0)
+        return lax.fori_loop(first, self.pieces.ahead, lambda _, place: self._start(place, self.mine), begin)
 
     def visits(self, ahead: _Place) -> None:
         """Makes all visits; `ahead` is the place of the slab whose DMAs start next."""
@@ -468,7 +477,7 @@ class _Rows(Streams):
         def _() -> None:
             self._move(0, lambda copy: copy.start(), out=False)
 
-        self.visits(self.first_slabs(self.mine))
+        self.visits(self.first_slabs(self.pieces.ahead, self.mine))
         for back in (2, 1):
 
             @pl.when(self.mine >= back)
@@ -509,7 +518,7 @@ def decode_experts(
       gate, up: `[L, H, F]` in `x.dtype`, or in float8_e4m3fn or int8 with `scales`; gate is None where the activation
         takes one projection.
       down: `[L, F, H]`.
-      biases: None, or float32 `gate [L, 1, F]`, `up [L, 1, F]`, `down [L, 1, H]`.
+      biases: None, or float32 `gate [L, F]`, `up [L, F]`, `down [L, H]`.
       activate: `(gate or None, up) -> [m, n]`, of float32 values, element by element.
       alignment: an expert's rows begin at the next multiple of this, itself a multiple of `GROUP`.
       scales: of weights of one byte, for each matrix and its block as `scaled_weights.Scales` has them.

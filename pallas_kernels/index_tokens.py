@@ -122,16 +122,16 @@ def whole(n: int) -> int:
     return -(-n // LANES) * LANES
 
 
-def _row(column: jax.Array) -> jax.Array:
+def as_row(column: jax.Array) -> jax.Array:
     """`[N, 1]` float32 -> `[1, N]`."""
     return jnp.transpose(jnp.broadcast_to(column, (column.shape[0], LANES)))[:1]
 
 
-def _above(column: jax.Array, largest: bool = False) -> jax.Array:
+def above(column: jax.Array, largest: bool = False) -> jax.Array:
     """`[N, 1]` float32, none negative: sum, or largest, of the entries above each."""
     count = column.shape[0]
     row, lane = (lax.broadcasted_iota(jnp.int32, (count, count), axis) for axis in (0, 1))
-    others = jnp.where(lane < row, _row(column), 0.0)
+    others = jnp.where(lane < row, as_row(column), 0.0)
     return (jnp.max if largest else jnp.sum)(others, axis=1, keepdims=True)
 
 
@@ -152,18 +152,45 @@ def _read(refs: _Refs, static: _Static, source: Any) -> None:
     local = jnp.where(mine, local, -1)
     refs.local[source] = local
     refs.bits[source] = upright[header.weights : header.weights + top_k]
-    count = jnp.sum(_hot(local, static), axis=1, keepdims=True)
+    count = jnp.sum(hot(local, static.experts), axis=1, keepdims=True)
     column = lax.broadcasted_iota(jnp.int32, (static.experts, LANES), 1)
     refs.sums[...] = jnp.where(column == source, count, refs.sums[...])
 
 
-def _hot(local: jax.Array, static: _Static) -> jax.Array:
-    """float32 `[experts, tokens]`: number of slots of each token that name each expert."""
-    expert = lax.broadcasted_iota(jnp.int32, (static.experts, static.block), 0)
-    total = jnp.zeros((static.experts, static.block), jnp.float32)
-    for s in range(static.top_k):
+def hot(local: jax.Array, experts: int) -> jax.Array:
+    """float32 `[experts, N]`: number of slots of each token that name each expert, of int32 `local [K, N]`."""
+    expert = lax.broadcasted_iota(jnp.int32, (experts, local.shape[1]), 0)
+    total = jnp.zeros(expert.shape, jnp.float32)
+    for s in range(local.shape[0]):
         total = total + (expert == local[s : s + 1]).astype(jnp.float32)
     return total
+
+
+def placed(local: jax.Array, sums: jax.Array, source: Any, *tables: jax.Array) -> tuple[jax.Array, ...]:
+    """Orders the slots of a source within their experts.
+
+    Args:
+      local: int32 `[K, N]`, local expert of each slot, `-1` for none. sums: float32 `[experts, 128]`, slots of each
+        source (lane) for each expert.
+      tables: float32 `[experts, 1]`.
+
+    Returns:
+      int32 `[K, N]`: number of each slot among those of its expert in (source, token, slot) order; then each table at
+      the slot's expert, 0 where there is none.
+    """
+    block, experts = local.shape[1], sums.shape[0]
+    expert = lax.broadcasted_iota(jnp.int32, (experts, block), 0)
+    row, column = (lax.broadcasted_iota(jnp.int32, (block, block), axis) for axis in (0, 1))
+    before = dot(hot(local, experts), (row < column).astype(jnp.float32), (1, 0))
+    number = lax.broadcasted_iota(jnp.int32, sums.shape, 1)
+    before = before + jnp.sum(jnp.where(number < source, sums, 0.0), axis=1, keepdims=True)
+    found: list[list[jax.Array]] = [[] for _ in range(1 + len(tables))]
+    for s in range(local.shape[0]):
+        here = expert == local[s : s + 1]
+        for rows, table in zip(found, (before, *tables), strict=True):
+            rows.append(jnp.sum(jnp.where(here, table, 0.0), axis=0, keepdims=True))
+        before = before + here.astype(jnp.float32)
+    return tuple(jnp.concatenate(rows, axis=0).astype(jnp.int32) for rows in found)
 
 
 class _Starts(NamedTuple):
@@ -189,13 +216,13 @@ def _starts(refs: _Refs, static: _Static) -> tuple[_Starts, jax.Array]:
         kept = jnp.minimum(totals, float(slabs.slab))
         row = lax.broadcasted_iota(jnp.int32, totals.shape, 0).astype(jnp.float32) * slabs.slab
         last = jnp.where(kept > 0, _up(row + kept, slabs.block), 0.0)
-        first = jnp.maximum(jnp.floor((row + 0.5) * (1.0 / slabs.block)), _above(last, largest=True))
+        first = jnp.maximum(jnp.floor((row + 0.5) * (1.0 / slabs.block)), above(last, largest=True))
         visits = jnp.maximum(last - first, 0.0)
-        visit = _above(visits)
+        visit = above(visits)
         place = row + (visit - first) * slabs.block
         return _Starts(row, place, kept, visit, visits), jnp.sum(visits, axis=0, keepdims=True)
     sizes = _up(totals, slabs.alignment) * slabs.alignment
-    row = _above(sizes)
+    row = above(sizes)
     used = jnp.minimum(jnp.sum(sizes, axis=0, keepdims=True), float(slabs.rows))
     kept = jnp.clip(slabs.rows - row, 0.0, totals)
     return _Starts(row, row, kept, row, row), _up(used, slabs.block)
@@ -223,19 +250,8 @@ def _sort(refs: _Refs, static: _Static, source: Any, starts: _Starts) -> None:
     """Writes the positions of a source's slots, and the table of the slots that have a row on this rank."""
     slabs, top_k, block = static.slabs, static.top_k, static.block
     local = refs.local[source]
-    expert = lax.broadcasted_iota(jnp.int32, (static.experts, block), 0)
-    row, column = (lax.broadcasted_iota(jnp.int32, (block, block), axis) for axis in (0, 1))
-    before = dot(_hot(local, static), (row < column).astype(jnp.float32), (1, 0))
-    number = lax.broadcasted_iota(jnp.int32, refs.sums.shape, 1)
-    before = before + jnp.sum(jnp.where(number < source, refs.sums[...], 0.0), axis=1, keepdims=True)
-    orders, begins = [], []
-    for s in range(top_k):
-        hot = expert == local[s : s + 1]
-        orders.append(jnp.sum(jnp.where(hot, before, 0.0), axis=0, keepdims=True))
-        begins.append(jnp.sum(jnp.where(hot, starts.place, 0.0), axis=0, keepdims=True))
-        before = before + hot.astype(jnp.float32)
-    order = jnp.concatenate(orders, axis=0).astype(jnp.int32)
-    place = order + jnp.concatenate(begins, axis=0).astype(jnp.int32)
+    order, begin = placed(local, refs.sums[...], source, starts.place)
+    place = order + begin
     rows = order + local * slabs.slab if slabs.slab else place
     fits = order < slabs.slab if slabs.slab else rows < slabs.rows
     mine = local >= 0

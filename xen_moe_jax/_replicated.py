@@ -130,14 +130,19 @@ def combine_replicated(y: jax.Array, handle: ReplicatedHandle, *, weighted: bool
     chosen = True if weighted is None else as_bool(weighted)
     if chosen is None:
         raise TypeError(f"{caller}: weighted={weighted!r}: must be True, False or None")
-    num_rows = math.prod(spec.row_dims)
+    out = lax.psum(own_sums(y, handle, weighted=chosen), names).astype(y.dtype)
+    return checkpoint_name(out.reshape(spec.tokens_shape(out.shape[-1])), OUT)
+
+
+def own_sums(y: jax.Array, handle: ReplicatedHandle, *, weighted: bool) -> jax.Array:
+    """float32 `[T, H_out]`, this rank's part of the sums of `combine_replicated`."""
+    num_rows = math.prod(handle.spec.row_dims)
     place = jnp.where(handle.positions >= 0, handle.positions, num_rows)
     # Not even a weight of zero may meet a row past the last group.
     slots = y.reshape(num_rows, y.shape[-1]).at[place].get(mode="fill", fill_value=0).astype(jnp.float32)
-    if chosen:
+    if weighted:
         slots = slots * handle.weights[..., None]
-    out = lax.psum(jnp.sum(slots, axis=1), names).astype(y.dtype)
-    return checkpoint_name(out.reshape(spec.tokens_shape(out.shape[-1])), OUT)
+    return jnp.sum(slots, axis=1)
 
 
 def _spec(

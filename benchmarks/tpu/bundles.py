@@ -354,12 +354,19 @@ def counts_and_rest(program: Program, routing: Routing, padded: bool) -> tuple[d
     return found, rest
 
 
+def random_experts(tokens: int, ranks: int, experts: int, top_k: int, seed: int) -> Any:
+    """Distinct experts of every token, `[ranks, tokens, top_k]`, all equally likely."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    return np.argpartition(rng.random((ranks, tokens, experts), np.float32), top_k, axis=2)[..., :top_k]
+
+
 def random_routing(tokens: int, ranks: int, experts: int, top_k: int, pair_group: int, seed: int) -> Routing:
     """Load of the busiest rank under uniform routing with distinct experts."""
     import numpy as np
 
-    rng = np.random.default_rng(seed)
-    idx = np.argpartition(rng.random((ranks, tokens, experts), np.float32), top_k, axis=2)[..., :top_k]
+    idx = random_experts(tokens, ranks, experts, top_k, seed)
     owner = idx // -(-experts // ranks)
     rows = np.stack([(owner == r).sum(2) for r in range(ranks)])  # [destination, source, token]
     busiest = int(rows.sum((1, 2)).argmax())

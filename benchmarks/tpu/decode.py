@@ -10,7 +10,10 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import json
 import math
+import operator
+import pathlib
 import re
 import shlex
 import sys
@@ -20,16 +23,20 @@ from typing import Any
 
 from benchmarks.lib import report
 from benchmarks.tpu import bundles as tpu_bundles
+from benchmarks.tpu import decode_layer
 from benchmarks.tpu import programs as tpu_programs
 from benchmarks.tpu import topologies as tpu_topologies
 from benchmarks.tpu.dump import Loop
 
 NOTICE = """\
-Estimates: no TPU ran this. Weights: bytes of the active experts of the busiest rank over the bandwidth of HBM. Experts:
-the longer of the bytes and of the bundles of the experts' kernel, with the last slab's product behind the last byte.
-Moved: bundles of the kernels of dispatch and combine, one a cycle, and XLA's own estimate of its operations. Wire: the
-bytes that leave a device, records of everybody by an all-gather, partial sums by an all-to-all. The layer is their sum:
-none is taken to overlap another. Routing is uniform."""
+Estimates: no TPU ran this. Weights: bytes of the active experts of the busiest rank over the bandwidth of HBM. Routing
+is uniform. A bundle takes a cycle, HBM and links have their public bandwidth, nothing has a latency.
+Where a layer is one kernel: experts is the time at which the core has multiplied the last slab, layer the time at
+which the last sum has been added up, of a simulated timeline (benchmarks/tpu/decode_layer.py), and XLA's own estimate
+of its operations; core: all bundles of the kernel. Elsewhere: experts is the longer of the bytes and of the bundles
+of the experts' kernel, with the last slab's product behind the last byte; moved: bundles of the kernels of dispatch
+and combine and XLA's estimate; wire: the bytes that leave a device, records of everybody by an all-gather, partial
+sums by an all-to-all. The layer is their sum: none is taken to overlap another."""
 RANKS = 8
 
 
@@ -91,8 +98,7 @@ def compile_layer(generation: str, model: Model, tokens: int, grouped_matmul: st
 
     def layer(weights: Any, x: Any, topk_idx: Any, topk_weights: Any) -> Any:
         chosen = tpu_decode.adapted(config, tokens)
-        given = Chunk(x if chosen is config else tpu_decode.padded(x), topk_idx.T, topk_weights.T)
-        return through_experts(chosen, weights, given)[0][:, : model.hidden]
+        return through_experts(chosen, weights, Chunk(x, topk_idx.T, topk_weights.T))[0]
 
     split, of_slots = PartitionSpec("ep"), PartitionSpec(None, "ep")
     specs = (split, split, of_slots, of_slots)
@@ -172,6 +178,12 @@ def moving_cycles(kernel: Loop, work: tpu_bundles.Work, rows: int) -> float:
         return tpu_bundles.count(kernel, tpu_bundles.Work(work.steps)).total + rows * inner / kernel.cores
 
 
+def own_operations(text: str) -> str:
+    """A program's text without a copy of the result to where the program returns it: a model that goes on with the
+    result has none."""
+    return re.sub(r"\n *ROOT [^\n]* copy\([^\n]*", "", text)
+
+
 def largest_copy(text: str) -> int:
     """Bytes of the largest array that XLA copies, pads or converts: rows and weights should not be among them."""
     found = [0]
@@ -229,10 +241,12 @@ def one_row(
         "wire_us": round(wire, 1),
         "kernels_us": round(sum(kernels.values()), 1),
         "by_kernel_us": kernels,
-        "xla_us": round(tpu_bundles.xla_cycles(program.text) * us, 1),
+        "xla_us": round(tpu_bundles.xla_cycles(own_operations(program.text)) * us, 1),
         "experts_us": None,
         "largest_copy": largest_copy(program.text),
     }
+    if "xen_moe_decode_layer" in program.kernels:
+        return row | one_call(program, generation, model, tokens, seed, weights_us)
     if "xen_moe_decode_experts" in program.kernels:
         kernel = program.kernels["xen_moe_decode_experts"]
         from xen_moe_jax.backends.pallas import hardware
@@ -262,6 +276,46 @@ def scaled_of(model: Model, tokens: int, weights_dtype: str) -> Any:
         return None
     rows = tpu_decode.rows_of_product(RANKS * tokens * model.top_k / model.experts)
     return tpu_decode.Scaled(rows, WEIGHTS[weights_dtype] is None)
+
+
+def one_call(
+    program: tpu_bundles.Program, generation: str, model: Model, tokens: int, seed: int, weights_us: float
+) -> dict[str, Any]:
+    """The part of a row that is another one where the layer is one kernel."""
+    import jax.numpy as jnp
+
+    from xen_moe_jax.backends.pallas import hardware
+    from xen_moe_jax.flax import tpu_decode_layer
+
+    chip = tpu_topologies.TOPOLOGIES[generation]
+    known = next(found for found in hardware.GENERATIONS.values() if found.name == generation)
+    shape = model.experts // RANKS, model.hidden, model.width
+    chosen = tpu_decode_layer.layer_pieces(
+        known.vmem_bytes, known.cores, RANKS, tokens, model.top_k, shape, jnp.bfloat16, gated=True, biased=model.biased
+    )
+    if chosen is None:
+        raise ValueError(
+            f"{generation}: the program has one kernel for a layer of which the policy says that it does not fit"
+        )
+    layer = decode_layer.Layer(
+        RANKS, tokens, model.top_k, model.experts, model.hidden, model.width, chosen.pieces, chosen.certain
+    )
+    visits, off, waits = decode_layer.visits(layer, seed)
+    counted = decode_layer.cycles(program.kernels["xen_moe_decode_layer"], layer, visits, waits)
+    time = decode_layer.simulated(layer, chip, counted, visits, off)
+    total = time.end + tpu_bundles.xla_cycles(own_operations(program.text)) * 1e6 / chip.clock_hz
+    return {
+        "one_call": True,
+        "wire_us": round(time.wire, 1),
+        "rows_us": round(time.rows, 1),
+        "experts_us": round(time.core, 1),
+        "back_us": round(time.back, 1),
+        "core_us": round(time.busy, 1),
+        "most_rows": max(visit.rows for visit in visits),
+        "slabs_ahead": chosen.pieces.ahead,
+        "layer_us": round(total, 1),
+        "ratio": round(total / weights_us, 3),
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
@@ -306,6 +360,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--weights", nargs="+", choices=list(WEIGHTS), default=["bfloat16"], help="as they are in HBM")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="write the figures here")
+    parser.add_argument(
+        "--check", metavar="FILE", help="compare the figures with this file's, and fail where they moved"
+    )
     options = parser.parse_args(arguments)
 
     folder = tempfile.mkdtemp(prefix="xen_moe_bundles_")
@@ -329,7 +386,33 @@ def main(arguments: list[str] | None = None) -> int:
     print("\n".join([*table(rows), "", NOTICE]))
     if options.json:
         report.write_json(options.json, document)
+    if options.check:
+        lines = moved(json.loads(pathlib.Path(options.check).read_text()), document)
+        print("\n".join(lines) or f"{options.check}: every figure is as the kernels are")
+        return int(bool(lines))
     return 0
+
+
+def moved(known: dict[str, Any], again: dict[str, Any]) -> list[str]:
+    """Returns a line for each figure of `again` that is another one in the file.
+
+    Raises:
+      ValueError: the file was counted with other versions, or lacks a row.
+    """
+    for name in ("jax", "libtpu"):
+        if known["versions"][name] != again["versions"][name]:
+            raise ValueError(
+                f"--check: the file was counted with {name} {known['versions'][name]}, not {again['versions'][name]}"
+            )
+    key = operator.itemgetter("generation", "model", "tokens", "weights", "matmul")
+    rows, lines = {key(row): row for row in known["results"]}, []
+    for row in again["results"]:
+        if key(row) not in rows:
+            raise ValueError(f"--check: the file has no row {key(row)}; make it with --json")
+        old = rows[key(row)]
+        changed = [name for name in {**old, **row} if old.get(name) != row.get(name)]
+        lines += [f"{key(row)}: {name}: {row.get(name)}, the file has {old.get(name)}" for name in changed]
+    return lines
 
 
 if __name__ == "__main__":

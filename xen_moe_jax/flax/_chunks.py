@@ -22,12 +22,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 import xen_moe_jax as xm
-from xen_moe_jax._mesh import platform
+from xen_moe_jax._mesh import platform, vary_alike
 from xen_moe_jax._moe_primitives import HANDLE, ROWS
 from xen_moe_jax._overlap import is_pending
-from xen_moe_jax.experts.combined import rows_for_experts
+from xen_moe_jax._replicated import own_sums
+from xen_moe_jax.experts.combined import rows_for_experts, run_experts
 from xen_moe_jax.experts.function import ExpertFunction
 from xen_moe_jax.experts.mlp import built_in
+from xen_moe_jax.flax import tpu_decode, tpu_decode_layer
 from xen_moe_jax.flax._config import MoEConfig
 
 NAMES = ("gate", "up", "down")
@@ -73,6 +75,52 @@ def through_experts(
     Returns:
       `[T, H]`, and int32 `[]`, the rows that this rank dropped.
     """
+    if isinstance(config.experts, tpu_decode.Experts):
+        return _few_tokens(config, weights, tokens, members)
+    return _composed(config, weights, tokens, members)
+
+
+def _few_tokens(config: MoEConfig, weights: Any, tokens: Chunk, members: Members) -> tuple[jax.Array, jax.Array]:
+    """`through_experts` of a config of `tpu_decode`."""
+    hidden = tokens.x.shape[1]
+
+    def composed(*operands: Any) -> tuple[jax.Array, jax.Array]:
+        x, topk_idx, topk_weights, weights = operands
+        out, dropped = _composed(config, weights, Chunk(tpu_decode.padded(x), topk_idx, topk_weights), members)
+        return out[:, :hidden], dropped
+
+    elsewhere = members.active is not None or members.placement is not None
+    if elsewhere or not tpu_decode_layer.takes_layer(config, tokens.x, weights):
+        return composed(*tokens, weights)
+    assert isinstance(config.experts, tpu_decode.Experts)
+    out = tpu_decode_layer.layer(config.experts, lambda *operands: composed(*operands)[0], weights, *tokens)
+    return out, vary_alike(tokens.x, jnp.zeros((), jnp.int32))[1]  # there is room for every row
+
+
+def through_own_experts(
+    config: MoEConfig, weights: Any, tokens: Chunk, *, chosen_here: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Runs the experts for tokens that every rank has: `[T, H]`, the same on every rank, and int32 `[]`, the rows that
+    this rank dropped.
+
+    Args:
+      chosen_here: the layer's router has chosen, so that no token names an expert twice, and experts are at home.
+    """
+    kernel = tpu_decode_layer.for_own_experts(config, tokens.x, weights) if chosen_here else None
+    if kernel is None:
+        return mlp(config, weights, tokens, replicated=True)
+
+    def composed(*operands: Any) -> jax.Array:
+        *given, weights = operands
+        routed = xm.dispatch_replicated(*given, num_experts=config.num_experts, axis_name=config.axis_name)
+        return own_sums(run_experts(config, weights, routed), routed.handle, weighted=True)
+
+    sums = tpu_decode_layer.own_layer(kernel, composed, weights, *tokens)
+    return jax.lax.psum(sums, config.axis_name).astype(tokens.x.dtype), jnp.zeros((), jnp.int32)
+
+
+def _composed(config: MoEConfig, weights: Any, tokens: Chunk, members: Members) -> tuple[jax.Array, jax.Array]:
+    """`through_experts` by dispatch, experts and combine."""
     num_tokens = tokens.x.shape[0]
     chunks = _split(tokens, config.num_chunks)
     overlap = (

@@ -14,7 +14,7 @@ from xen_moe_jax._quantized_weight import QuantizedWeight, without_gradient
 from xen_moe_jax.experts.mlp import shared_expert
 from xen_moe_jax.flax import tpu_decode
 from xen_moe_jax.flax._balance import MoEMetrics, Sequences, measure
-from xen_moe_jax.flax._chunks import Chunk, Members, mlp, through_experts
+from xen_moe_jax.flax._chunks import Chunk, Members, through_experts, through_own_experts
 from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._parameters import ROUTER_PARAMETERS, parameter_table, part_of_rank
 from xen_moe_jax.flax._router import route, shared_share
@@ -83,16 +83,15 @@ def moe_on_rank(
     if members.placement is not None and config.num_slots is None:
         parts = members.placement.move(parts, None, members.placement, axis_name=config.axis_name, config=config.kernel)
     if config.replicated_tokens:
-        out, dropped = mlp(config, parts, tokens, replicated=True)
+        chosen_here = topk_idx is None and members.placement is None
+        out, dropped = through_own_experts(config, parts, tokens, chosen_here=chosen_here)
         # Only a choice of the caller's can name an expert twice.
         dropped = jnp.zeros((), jnp.int32) if topk_idx is None else jax.lax.psum(dropped, config.axis_name)
     else:
         # A token of a caller who gives the experts may name one twice. More rows may come then than the worst case has,
         # and the alignment decides which ones are dropped: it must not depend on the platform.
         chosen = tpu_decode.adapted(config, x.shape[0]) if topk_idx is None else config
-        sent = tokens if chosen is config else tokens._replace(x=tpu_decode.padded(tokens.x))
-        out, dropped = through_experts(chosen, parts, sent, members)
-        out = out[:, : config.hidden_size]
+        out, dropped = through_experts(chosen, parts, tokens, members)
     out = out.astype(dtype)  # experts=... may have returned another one
     if config.shared_features:
         out = out + shared_expert(config, tokens.x, shared, share)

@@ -104,9 +104,8 @@ class Experts:
     takes_received: ClassVar[bool] = True
 
     def __call__(self, rows: jax.Array, received: jax.Array, weights: dict[str, Any]) -> jax.Array:
-        names: tuple[str, ...] = tuple(name for name in MATRICES if name in weights)
-        kept = {name: weights[name] for name in names if isinstance(weights[name], QuantizedWeight)}
-        names += tuple(f"{name}_bias" for name in names if f"{name}_bias" in weights)
+        names = self.names(weights)
+        kept = {name: weights[name] for name in MATRICES if isinstance(weights.get(name), QuantizedWeight)}
         if rows.dtype.name not in DTYPES:
             return self.composed(rows, received, weights)
         if kept:
@@ -121,6 +120,12 @@ class Experts:
             return _run(dataclasses.replace(self, blocks=blocks), names, *given)
         given = vary_alike(rows, received, *(weights[name].astype(rows.dtype) for name in names))
         return _run(self, names, *given)
+
+    @staticmethod
+    def names(weights: dict[str, Any]) -> tuple[str, ...]:
+        """Returns the names of matrices and biases, in the order in which the kernels take them."""
+        names = tuple(name for name in MATRICES if name in weights)
+        return names + tuple(f"{name}_bias" for name in names if f"{name}_bias" in weights)
 
     def together(self, names: tuple[str, ...], operands: Sequence[jax.Array]) -> dict[str, Any]:
         """Returns the weights by name, values and scales as a `QuantizedWeight`."""
@@ -172,7 +177,7 @@ def _lowered(
     rows: jax.Array, received: jax.Array, *weights: jax.Array, names: tuple[str, ...], experts: Experts, config: Any
 ) -> tuple[jax.Array]:
     by_name = dict(zip(names, weights, strict=True))
-    biases = {n: by_name[f"{n}_bias"].astype(jnp.float32)[:, None] for n in names if f"{n}_bias" in by_name}
+    biases = {n: by_name[f"{n}_bias"].astype(jnp.float32) for n in names if f"{n}_bias" in by_name}
     shape = by_name["up"].shape
     scales = {}
     for name, block in experts.blocks:
@@ -271,16 +276,22 @@ def pieces_for(
         if scaled:
             rows = min(rows, scaled.rows)
             most -= most % rows
-        pieces = Pieces(most, rows, _slab(hidden, size), _slab(shape[-1], size))
+        pieces = Pieces(most, rows, slab_rows(hidden, size), slab_rows(shape[-1], size))
         if _need(pieces, hidden, shape, itemsize, gated, biased, scaled) <= limit // 2:
             break
     return pieces
 
 
-def _slab(rows: int, most: int) -> int:
-    """Returns the rows of a slab, at most `most`: the largest multiple of 128 that makes two equal slabs or more of
-    `rows`; `most` where there is none, and the last slab is smaller."""
-    return next((size for size in range(most, 0, -LANES) if rows % size == 0 and rows > size), most)
+def slab_rows(rows: int, most: int) -> int:
+    """Returns the rows of a slab, at most `most`: the largest multiple of 256, the side of a matrix unit, or else of
+    128, that makes two equal slabs or more of `rows`; `most` where there is none, and the last slab is smaller."""
+    sizes = [*range(most, 0, -2 * LANES), *range(most, 0, -LANES)] if most % (2 * LANES) == 0 else [most]
+    return next((size for size in sizes if rows % size == 0 and rows > size), most)
+
+
+def bias_bytes(shape: tuple[int, ...], hidden: int) -> int:
+    """Returns the bytes of VMEM that biases of experts take, `shape` being that of `up`."""
+    return -(-shape[0] // 8) * 8 * 4 * (2 * shape[2] + hidden)
 
 
 def _need(
@@ -294,7 +305,9 @@ def _need(
 ) -> int:
     """Returns the bytes of VMEM that the kernel takes."""
     local, _, width = shape
-    beside = (biased + (scaled is not None and scaled.channels)) * local * 8 * 4 * (2 * width + hidden)
+    beside = biased * bias_bytes(shape, hidden)
+    if scaled is not None and scaled.channels:
+        beside += local * 8 * 4 * (2 * width + hidden)
     of_weights = itemsize if scaled is None else 1
     return RESERVED + beside + vmem_bytes(pieces, hidden, width, gated, itemsize, of_weights)
 

@@ -97,7 +97,7 @@ def test_every_expert_computes_its_own_rows(name, dtype, mode):
         ),
     )
     given = {n: jnp.asarray(value, dtype) for n, value in weights.items()}
-    in_float32 = biases and {n: jnp.asarray(value)[:, None] for n, value in biases.items()}
+    in_float32 = biases and {n: jnp.asarray(value) for n, value in biases.items()}
     out = jax.jit(kernel)(
         jnp.asarray(x, dtype),
         jnp.asarray(received, jnp.int32),

@@ -13,6 +13,8 @@ pytest.importorskip("flax", reason="the layer's configuration is the Flax layers
 
 from tests.support import ROOT
 
+RESULTS = ROOT / "benchmarks" / "results" / "tpu_decode.json"
+
 
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize(
@@ -20,9 +22,9 @@ from tests.support import ROOT
     [
         ("v4", "gpt-oss-120b", 8, "bfloat16"),
         ("v5e", "Qwen3-30B-A3B", 8, "bfloat16"),
-        ("v5p", "Qwen3-30B-A3B", 32, "bfloat16"),
+        ("v5p", "gpt-oss-120b", 32, "bfloat16"),
         ("v6e", "DeepSeek-V3", 128, "bfloat16"),
-        ("tpu7x", "gpt-oss-120b", 128, "bfloat16"),
+        ("tpu7x", "Qwen3-30B-A3B", 32, "bfloat16"),
         ("v5e", "DeepSeek-V3", 128, "int8"),
         ("v5p", "DeepSeek-V3", 8, "int8"),
         ("v6e", "DeepSeek-V3", 32, "int8"),
@@ -30,11 +32,14 @@ from tests.support import ROOT
     ],
 )
 def test_the_experts_wait_for_their_weights(generation, model, tokens, weights, tmp_path):
-    """The core needs less time than HBM for the weights, and nothing copies rows or weights between the kernels."""
+    """The core needs less time than HBM for the weights, nothing copies rows or weights between the kernels, and every
+    figure is the file's."""
     pytest.importorskip("libtpu", reason="compiling for TPU needs libtpu: pip install 'xen-moe-jax[tpu]'")
     path = tmp_path / "counts.json"
     options = ["--generations", generation, "--models", model, "--tokens", str(tokens)]
     options += ["--weights", weights, "--json", str(path)]
+    if generation != "v4" and weights == "bfloat16":  # the file has no others
+        options += ["--check", str(RESULTS)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.tpu.decode", *options],
@@ -43,11 +48,13 @@ def test_the_experts_wait_for_their_weights(generation, model, tokens, weights, 
         text=True,
         timeout=300,
     )  # libtpu writes bundles only where it is asked before it is loaded
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (row,) = json.loads(path.read_text())["results"]
     assert row["core_us"] < row["weights_us"], row
     assert row["weights_us"] < row["experts_us"] < 1.08 * row["weights_us"], row
-    # Tokens of gpt-oss are padded on their way in; the rows of all capacity, 25 MB, and weights are not.
-    assert row["largest_copy"] < 2**20, row
+    if row.get("one_call"):
+        assert row["layer_us"] < 1.15 * row["weights_us"], row
+    # Tokens are copied where a program takes and returns them; the rows of all capacity, 25 MB, and weights are not.
+    assert row["largest_copy"] < 2**21, row
     # With more ranks than slots (gpt-oss), too, kernels make the tables: XLA would need 74 to 143 us.
     assert row["xla_us"] < 30, row

@@ -101,7 +101,13 @@ def test_a_decode_of_the_flax_layer_is_grouped_and_gathered():
     layer = linen.MoE(config, mesh=mesh)
     x = jax.ShapeDtypeStruct((8 * 64, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, RANK_SPEC))
     variables = jax.eval_shape(layer.init, jax.random.key(0), x)
-    text = jax.jit(layer.apply).trace(variables, x).lower(lowering_platforms=("tpu",)).compile().as_text()
+
+    def compiled(layer):
+        return jax.jit(layer.apply).trace(variables, x).lower(lowering_platforms=("tpu",)).compile().as_text()
+
+    text = compiled(layer)
+    assert tpu_programs.kernels(text) == ["xen_moe_decode_layer"] and not tpu_layer_programs.matmul_kernels(text)
+    text = compiled(linen.MoE(dataclasses.replace(config, wire="float8_e4m3fn"), mesh=mesh))  # not one kernel
     own = tpu_programs.kernels(text)
     assert "xen_moe_pack_tokens" in own and "xen_moe_push" not in own, own  # records leave by XLA's all-gather
     assert "all-gather" in tpu_programs.collectives(text)

@@ -1,0 +1,298 @@
+"""Routing of a decode layer: slots of all ranks' tokens -> rows of this rank's experts.
+
+What moves: tables in VMEM, source by source, as whole vectors; only the slots that belong to this rank are looked at
+one by one, and written to SMEM. Rows lie in the order in which `decode_layer` visits experts: at most `most` rows of
+each expert, then what is left of each. A pair of a source and a token is done when its last row is. More rows than fit
+are passed source by source.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from xen_moe_jax.pallas_kernels.decode_experts import GROUP
+from xen_moe_jax.pallas_kernels.index_tokens import above, as_row, hot, placed, whole
+from xen_moe_jax.pallas_kernels.order_pairs import SUBLANES, counted, counted_by_depth, ordered, packed
+from xen_moe_jax.pallas_kernels.record import LANES
+
+AT_ONCE = 4
+"""Rows that one turn of a loop writes."""
+ROW_BITS = 16
+"""Bits of the number of a row. `links` of a row: the pair's next row in slot order, and above these bits its record
+(`number_of`). `ends` of a pair's last row: its first row, and above these bits its number of rows; of others, -1."""
+TOKEN_BITS = 8
+
+
+def number_of(link: Any, tokens: int) -> tuple[Any, Any, Any]:
+    """Source, token, and number of the record among those of all ranks."""
+    record = lax.shift_right_logical(link, ROW_BITS)
+    source, token = lax.shift_right_logical(record, TOKEN_BITS), record & ((1 << TOKEN_BITS) - 1)
+    return source, token, source * tokens + token
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Attributes:
+    ranks, tokens, top_k, experts: sizes; tokens of a rank, at most 256, and experts of a rank.
+    most: rows of a visit. kept: rows that there is room for.
+    certain: experts that are visited whether they have rows or not, the first ones: their weights are on their way
+      before the routing is known.
+    """
+
+    ranks: int
+    tokens: int
+    top_k: int
+    experts: int
+    most: int
+    kept: int
+    certain: int
+
+    @property
+    def wide(self) -> int:
+        return whole(self.tokens)
+
+    @property
+    def half(self) -> int:
+        """Lines of a rank's routing: its experts, and then as many of weights."""
+        return -(-self.top_k // SUBLANES) * SUBLANES
+
+    @property
+    def registers(self) -> int:
+        return -(-self.experts // SUBLANES) * SUBLANES
+
+    @property
+    def rows(self) -> int:
+        """Most rows of a pass: those of one source at least, also where a token names an expert twice."""
+        of_source = self.tokens * self.top_k
+        return min(self.ranks * of_source, max(self.kept, of_source))
+
+    @property
+    def visits(self) -> int:
+        return self.experts + self.rows // self.most + 1
+
+    @property
+    def facts(self) -> int:
+        """Line of a source's table that counts pairs by depth; before it rows, links, weights and ends by depth."""
+        return 4 * self.top_k
+
+    @property
+    def lines(self) -> int:
+        return -(-(self.facts + 1) // SUBLANES) * SUBLANES
+
+    def scratch(self) -> dict[str, Any]:
+        """The references that this module reads and writes."""
+        own, come = self.wide + LANES, 2 * LANES + whole(self.registers)
+        table, windows = pltpu.SMEM((self.visits,), jnp.int32), pltpu.SMEM((whole(self.rows),), jnp.int32)
+        return {
+            "routing": pltpu.VMEM((self.ranks, 2 * self.half, self.wide), jnp.int32),
+            "masks": pltpu.VMEM((self.ranks, self.wide, LANES), jnp.int32),
+            "sums": pltpu.VMEM((self.registers, LANES), jnp.float32),
+            "lines": pltpu.VMEM((1, self.lines * self.wide), jnp.int32),
+            "own_row": pltpu.VMEM((1, own), jnp.int32),
+            "come_row": pltpu.VMEM((1, come), jnp.int32),
+            "moved": pltpu.SemaphoreType.DMA,
+            "table": pltpu.SMEM((self.lines * self.wide,), jnp.int32),
+            "own": pltpu.SMEM((own,), jnp.int32),
+            "come": pltpu.SMEM((come,), jnp.int32),
+            "links": windows,
+            "weight": windows,
+            "ends": windows,
+            "ended": pltpu.SMEM((self.most,), jnp.int32),
+            "experts": table,
+            "firsts": table,
+            "counts": table,
+            "sizes": table,
+        }
+
+    def smem_bytes(self) -> int:
+        return 4 * (
+            3 * whole(self.rows) + self.most + self.lines * self.wide + 4 * self.visits + 2 * self.wide + 4 * LANES
+        )
+
+    def vmem_bytes(self) -> int:
+        registers = self.ranks * (2 * self.half * self.wide + self.wide * LANES) + self.registers * LANES
+        return 4 * (registers + SUBLANES * (self.lines * self.wide + 2 * self.wide + 4 * LANES))
+
+
+def _move(refs: Any, origin: Any, target: Any) -> None:
+    dma = pltpu.make_async_copy(origin, target, refs.moved)
+    dma.start()
+    dma.wait()
+
+
+def put_own(refs: Any, sizes: Sizes, rank: Any) -> None:
+    """Puts this rank's routing where it leaves from; writes which ranks its tokens go to.
+
+    `own` then has a word for each token, with a bit for each rank, and behind these (`returned`) the number of tokens
+    that go to each rank. `masks[r]` has ones in the rows of tokens that go to rank `r`.
+    """
+    top_k, tokens, wide = sizes.top_k, sizes.tokens, sizes.wide
+    refs.routing[rank] = jnp.full((2 * sizes.half, wide), -1, jnp.int32)
+    refs.routing[rank, :top_k, :tokens] = refs.topk_idx[...]
+    weights = lax.bitcast_convert_type(refs.topk_weights[...], jnp.int32)
+    refs.routing[rank, sizes.half : sizes.half + top_k, :tokens] = weights
+    experts = refs.routing[rank, :top_k]
+    number = lax.broadcasted_iota(jnp.int32, (-(-sizes.ranks // SUBLANES) * SUBLANES, wide), 0)
+    hit = number < 0
+    for s in range(top_k):
+        local = experts[s : s + 1] - number * sizes.experts
+        hit = hit | ((local >= 0) & (local < sizes.experts) & (experts[s : s + 1] >= 0))
+    upright = jnp.transpose(hit.astype(jnp.float32))
+    lane = lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
+    bits, returned = jnp.zeros((1, wide), jnp.int32), jnp.zeros((1, LANES), jnp.int32)
+    for r in range(sizes.ranks):
+        bits = bits | (hit[r : r + 1].astype(jnp.int32) << r)
+        returned = jnp.where(lane == r, counted(hit[r : r + 1]), returned)
+        goes = jnp.broadcast_to(upright[:, r : r + 1], (wide, LANES)) > 0
+        refs.masks[r] = jnp.where(goes, jnp.int32(-1), jnp.int32(0))
+    refs.own_row[:, :wide] = bits
+    refs.own_row[:, wide:] = returned
+    _move(refs, refs.own_row.at[0], refs.own)
+
+
+def returned(refs: Any, sizes: Sizes, rank: Any) -> Any:
+    """Number of this rank's tokens that `rank` has rows of."""
+    return refs.own[sizes.wide + rank]
+
+
+def expected(refs: Any, source: Any) -> Any:
+    """Number of tokens of a source that have rows on this rank."""
+    return refs.come[source]
+
+
+def _local(refs: Any, sizes: Sizes, source: Any, rank: Any) -> jax.Array:
+    """int32 `[K, N]`: this rank's expert of each slot, `-1` for the others."""
+    local = refs.routing[source, : sizes.top_k] - rank * sizes.experts
+    return jnp.where((local >= 0) & (local < sizes.experts), local, -1)
+
+
+def count(refs: Any, sizes: Sizes, rank: Any) -> Any:
+    """Counts the slots of all ranks; returns how many passes their rows take: one, or one for each source."""
+    refs.sums[...] = jnp.zeros(refs.sums.shape, jnp.float32)
+    refs.come_row[...] = jnp.zeros(refs.come_row.shape, jnp.int32)
+    lane = lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
+    column = lax.broadcasted_iota(jnp.int32, refs.sums.shape, 1)
+
+    @pl.loop(0, sizes.ranks)
+    def _(source: Any) -> None:
+        local = _local(refs, sizes, source, rank)
+        count = jnp.sum(hot(local, sizes.registers), axis=1, keepdims=True)
+        refs.sums[...] = jnp.where(column == source, count, refs.sums[...])
+        some = counted(jnp.max(local, axis=0, keepdims=True) >= 0)
+        refs.come_row[:, :LANES] = jnp.where(lane == source, some, refs.come_row[:, :LANES])
+
+    totals = jnp.sum(refs.sums[...], axis=1, keepdims=True)
+    total = jnp.sum(totals, axis=0, keepdims=True).astype(jnp.int32)
+    refs.come_row[:, -LANES:] = jnp.broadcast_to(total, (1, LANES))
+    _move(refs, refs.come_row.at[0], refs.come)
+    return jnp.where(refs.come[refs.come.shape[0] - LANES] <= sizes.rows, 1, sizes.ranks)
+
+
+def _sums(refs: Any, begin: Any, end: Any) -> jax.Array:
+    """Slots of the sources from `begin` to `end` for each expert."""
+    column = lax.broadcasted_iota(jnp.int32, refs.sums.shape, 1)
+    return jnp.where((column >= begin) & (column < end), refs.sums[...], 0.0)
+
+
+def order(refs: Any, sizes: Sizes, rank: Any, begin: Any, end: Any) -> Any:
+    """Makes the tables of the rows of the sources from `begin` to `end`; returns the number of visits. The certain
+    experts are visited where `begin` is 0."""
+    totals = jnp.sum(_sums(refs, begin, end), axis=1, keepdims=True)
+    refs.come_row[:, LANES : LANES + sizes.registers] = as_row(totals).astype(jnp.int32)
+    _move(refs, refs.come_row.at[0], refs.come)
+    first = jnp.minimum(totals, float(sizes.most))
+    begins = above(first), jnp.sum(first, axis=0, keepdims=True) + above(totals - first)
+
+    @pl.loop(begin, end)
+    def _(source: Any) -> None:
+        _sort(refs, sizes, source, rank, begin, *begins)
+        _move(refs, refs.lines.at[0], refs.table)
+        _write(refs, sizes)
+
+    return _fill_visits(refs, sizes, jnp.where(begin == 0, sizes.certain, 0))
+
+
+def _sort(
+    refs: Any, sizes: Sizes, source: Any, rank: Any, first_source: Any, begin: jax.Array, rest: jax.Array
+) -> None:
+    """Makes the table of a source: its pairs with rows here, those with most rows first."""
+    top_k, wide = sizes.top_k, sizes.wide
+    local = _local(refs, sizes, source, rank)
+    order, begins, rests = placed(local, _sums(refs, first_source, source), source, begin, rest)
+    row = jnp.where(order < sizes.most, begins + order, rests + order - sizes.most)
+    mine = local >= 0
+    last = jnp.max(jnp.where(mine, row, -1), axis=0, keepdims=True)
+    (rows, weights), depth = packed(mine, row, refs.routing[source, sizes.half : sizes.half + top_k])
+    record = lax.broadcasted_iota(jnp.int32, (1, wide), 1) | (source << TOKEN_BITS)
+    following = jnp.concatenate([rows[1:], rows[:1]], axis=0) & ((1 << ROW_BITS) - 1)
+    ends = jnp.where(rows == last, rows[:1] | (depth << ROW_BITS), -1)
+    empty = jnp.zeros((sizes.lines - sizes.facts, wide), jnp.int32)
+    table = jnp.concatenate([rows, following | (record << ROW_BITS), weights, ends, empty], axis=0)
+    lines = ordered(top_k - depth, top_k + 1, table)
+    counts = counted_by_depth(depth, top_k)
+    for n in range(sizes.facts + 1):
+        refs.lines[:, n * wide : (n + 1) * wide] = counts if n == sizes.facts else lines[n : n + 1]
+
+
+def _write(refs: Any, sizes: Sizes) -> None:
+    """Writes the rows of a table's pairs."""
+    top_k = sizes.top_k
+
+    def known(line: Any, n: Any) -> Any:
+        return refs.table[line * sizes.wide + n]
+
+    def put(s: Any, at: Any, count: int) -> None:
+        # all numbers are read before the first is written: the compiler does not move a read before a write
+        entries = [[known(s + part * top_k, at + n) for part in range(4)] for n in range(count)]
+        for row, link, weight, ends in entries:
+            refs.links[row] = link
+            refs.weight[row] = weight
+            refs.ends[row] = ends
+
+    @pl.loop(0, top_k)
+    def _(s: Any) -> None:
+        count = known(sizes.facts, s)
+        many = lax.div(count, AT_ONCE)
+
+        @pl.loop(0, many)
+        def _(i: Any) -> None:
+            put(s, i * AT_ONCE, AT_ONCE)
+
+        @pl.loop(many * AT_ONCE, count)
+        def _(n: Any) -> None:
+            put(s, n, 1)
+
+
+def _fill_visits(refs: Any, sizes: Sizes, certain: Any) -> Any:
+    """Writes expert, first row and number of rows of every visit, and how many groups they make; returns the number of
+    visits."""
+
+    def add(visit: Any, e: Any, at: Any, rows: Any, wanted: Any) -> tuple[Any, Any]:
+        refs.experts[visit] = e
+        refs.firsts[visit] = at
+        refs.sizes[visit] = rows
+        refs.counts[visit] = lax.shift_right_logical(rows + (GROUP - 1), GROUP.bit_length() - 1)
+        return visit + wanted.astype(jnp.int32), at + rows
+
+    def first(e: Any, carry: Any) -> Any:
+        rows = jnp.minimum(refs.come[LANES + e], sizes.most)
+        return add(carry[0], e, carry[1], rows, (rows > 0) | (e < certain))
+
+    def rest(e: Any, carry: Any) -> Any:
+        left = jnp.maximum(refs.come[LANES + e] - sizes.most, 0)
+
+        def piece(p: Any, carry: Any) -> Any:
+            return add(carry[0], e, carry[1], jnp.minimum(left - p * sizes.most, sizes.most), jnp.bool_(True))
+
+        return lax.fori_loop(0, lax.div(left + (sizes.most - 1), sizes.most), piece, carry)
+
+    zero = jnp.int32(0)
+    carry = lax.fori_loop(0, sizes.experts, first, (zero, zero))
+    return lax.fori_loop(0, sizes.experts, rest, carry)[0]

@@ -1,0 +1,151 @@
+"""The kernel of a whole decode layer in interpret mode, against NumPy: to the bit, since these sums are exact."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
+
+from tests.backends.pallas.test_decode_experts import bfloat16, product, whole_numbers
+from tests.support import interpreter
+from tests.support.checks import assert_bits
+from xen_moe_jax.pallas_kernels.decode_experts import Pieces
+from xen_moe_jax.pallas_kernels.decode_layer import decode_layer
+from xen_moe_jax.pallas_kernels.launch import Launch
+from xen_moe_jax.pallas_kernels.peers import Axes
+
+LOCAL = 3
+
+
+@pytest.fixture(autouse=True)
+def quick_interpreter():
+    with interpreter.quick():
+        yield
+
+
+def by_numpy(x, idx, factors, weights, biases, rounded, ranks, as_sums=False):
+    """`[R, T, H]`: rows through their experts, summed in slot order on each rank, then over ranks in their order; with
+    `as_sums`, sums are not rounded."""
+
+    def project(values, name, e):
+        result = rounded(values @ weights[name][e])
+        return result if biases is None else rounded(result + biases[name][e])
+
+    out = np.zeros_like(x)
+    for source, token in np.ndindex(idx.shape[:2]):
+        row = x[source, token]
+        for rank in range(ranks):
+            total = np.zeros_like(row)
+            for e, factor in zip(idx[source, token], factors[source, token], strict=True):
+                if e >= 0 and e // LOCAL == rank:
+                    gate = project(row, "gate", e) if "gate" in weights else None
+                    activation = rounded(np.asarray(product(gate, project(row, "up", e))))
+                    total += project(activation, "down", e) * factor
+            out[source, token] += total if as_sums else rounded(total)
+    return out if as_sums else rounded(out)
+
+
+CASES = {
+    "more tokens than a group": {"tokens": 32, "hidden": 256, "width": 192, "routing": "uniform"},
+    "one expert has all rows": {"tokens": 16, "hidden": 128, "width": 256, "routing": "one", "certain": 1, "kept": 50},
+    "a token on one rank alone": {"tokens": 5, "hidden": 320, "width": 128, "routing": "own"},
+    "biases, weights that come early": {
+        "tokens": 8, "hidden": 144, "width": 144, "routing": "uniform", "biased": True, "certain": 2,
+    },
+    "one projection, unused slots": {"tokens": 1, "hidden": 384, "width": 128, "routing": "unused", "gated": False},
+    "no rows at all": {"tokens": 8, "hidden": 128, "width": 128, "routing": "none"},
+}  # fmt: skip
+
+
+def routing(kind, rng, ranks, tokens, top_k):
+    experts = ranks * LOCAL
+    idx = np.argsort(rng.random((ranks, tokens, experts)), axis=2)[..., :top_k]
+    if kind == "one":
+        idx = np.where(np.arange(top_k) == 1, 4, np.where(idx == 4, -1, idx))
+    elif kind == "own":  # all experts of one rank: three rows in slot order
+        rank = rng.integers(0, ranks, (ranks, tokens, 1))
+        idx = rank * LOCAL + np.argsort(rng.random((ranks, tokens, LOCAL)), axis=2)
+    elif kind == "unused":
+        idx = np.where(rng.random(idx.shape) < 0.5, -1, idx)
+    elif kind == "none":
+        idx = np.full(idx.shape, -1)
+    return idx.astype(np.int32)
+
+
+@pytest.mark.parametrize("mode", ["on_wait", "eager"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer(name, dtype, mode):
+    case, ranks, top_k = CASES[name], 4, 3
+    tokens, hidden, width = (case[key] for key in ("tokens", "hidden", "width"))
+    rng = np.random.default_rng(5)
+    idx = routing(case["routing"], rng, ranks, tokens, top_k)
+    factors = rng.integers(1, 4, idx.shape).astype(np.float32) / 2
+    x = whole_numbers(rng, ranks, tokens, hidden)
+    names = ("gate", "up", "down") if case.get("gated", True) else ("up", "down")
+    shapes = {"gate": (hidden, width), "up": (hidden, width), "down": (width, hidden)}
+    weights = {n: whole_numbers(rng, ranks * LOCAL, *shapes[n]) / 64 for n in names}
+    biased = case.get("biased", False)
+    biases = {n: whole_numbers(rng, ranks * LOCAL, shapes[n][1]) / 4 for n in names} if biased else None
+    rounded = bfloat16 if dtype == "bfloat16" else np.asarray
+    expected = by_numpy(x, idx, factors, weights, biases, rounded, ranks)
+
+    pieces = Pieces(rows_at_once=32, rows=16, depth=128, width=128, ahead=3)
+    kernel = functools.partial(
+        decode_layer,
+        activate=product,
+        pieces=pieces,
+        kept=case.get("kept", 1000),
+        certain=case.get("certain", 0),
+        axes=Axes(("ep",), (ranks,)),
+        launch=Launch(1, collective_id=7, interpret=pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True)),
+    )
+
+    def body(x, idx, factors, given, biases):
+        return kernel(x, idx.T, factors.T, given.get("gate"), given["up"], given["down"], biases or None)
+
+    mesh = jax.make_mesh((ranks,), ("ep",), devices=jax.devices()[:ranks], axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False))
+    given = {n: jnp.asarray(value, dtype) for n, value in weights.items()}
+    in_float32 = {n: jnp.asarray(value) for n, value in (biases or {}).items()}
+    rows, *flat = (jnp.asarray(a.reshape(ranks * tokens, -1)) for a in (x, idx, factors))
+    out = mapped(rows.astype(dtype), *flat, given, in_float32)
+    assert not interpreter.races_found()
+    assert_bits(np.asarray(out.astype(jnp.float32)), expected.reshape(ranks * tokens, hidden), name)
+    assert name == "no rows at all" or np.abs(expected).max() > 0.1, "the case tests nothing"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_that_every_rank_has(dtype):
+    """Without axes nothing is sent, slots of other ranks are no expert's, and float32 sums are not rounded."""
+    rng = np.random.default_rng(8)
+    tokens, hidden, width = 24, 320, 128
+    idx = routing("uniform", rng, 3, tokens, 4)[0] - LOCAL  # a third of them are ours
+    idx = np.where((idx >= 0) & (idx < LOCAL), idx, -1).astype(np.int32)
+    factors = rng.integers(1, 4, idx.shape).astype(np.float32) / 2
+    x = whole_numbers(rng, tokens, hidden)
+    shapes = {"gate": (hidden, width), "up": (hidden, width), "down": (width, hidden)}
+    weights = {n: whole_numbers(rng, LOCAL, *shape) / 64 for n, shape in shapes.items()}
+    rounded = bfloat16 if dtype == "bfloat16" else np.asarray
+    expected = by_numpy(x[None], idx[None], factors[None], weights, None, rounded, 1, as_sums=True)[0]
+    out = decode_layer(
+        jnp.pad(jnp.asarray(x, dtype), ((0, 8), (0, 0))),
+        jnp.pad(jnp.asarray(idx.T), ((0, 0), (0, 8)), constant_values=-1),
+        jnp.pad(jnp.asarray(factors.T), ((0, 0), (0, 8))),
+        *(jnp.asarray(weights[n], dtype) for n in ("gate", "up", "down")),
+        None,
+        activate=product,
+        pieces=Pieces(rows_at_once=16, rows=16, depth=128, width=128, ahead=2),
+        kept=1,
+        certain=1,
+        axes=None,
+        launch=Launch(1, interpret=pltpu.InterpretParams(detect_races=True)),
+    )
+    assert not interpreter.races_found()
+    assert out.dtype == jnp.float32
+    assert_bits(np.asarray(out)[:tokens], expected, dtype)

@@ -1,0 +1,272 @@
+"""Decode on TPU: a whole layer with few tokens as one kernel, where its tables and rows fit the chip.
+
+The layers of `tpu_decode.adapted` take it where nothing but plain rows and weights travels (`takes_layer`); elsewhere
+the experts alone are a kernel, between a dispatch and a combine. The backward pass is that of dispatch, grouped matmuls
+and combine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._mesh import vary_alike
+from xen_moe_jax._primitive import declare_composite
+from xen_moe_jax._shapes import ShapeDtype
+from xen_moe_jax.backends.pallas import all_gather_dispatch, barriers, hardware
+from xen_moe_jax.experts import mlp
+from xen_moe_jax.flax._config import MoEConfig
+from xen_moe_jax.flax.tpu_decode import DTYPES, RESERVED, Experts, adapted, bias_bytes, slab_rows
+from xen_moe_jax.pallas_kernels.decode_experts import GROUP, Pieces
+from xen_moe_jax.pallas_kernels.decode_layer import decode_layer, record_of, vmem_bytes
+from xen_moe_jax.pallas_kernels.decode_routing import Sizes
+from xen_moe_jax.pallas_kernels.launch import Launch
+from xen_moe_jax.pallas_kernels.order_pairs import BLOCK as MOST_TOKENS
+from xen_moe_jax.pallas_kernels.peers import Axes
+
+MOST_ROWS = 96
+"""Most rows of a matrix product of a whole layer: sums of 512 columns fill three quarters of the registers."""
+ROWS_OF_ONE_CORE = 32
+"""Most rows of a matrix product with which one core of a v5p keeps up with HBM."""
+MOST_AHEAD, LEAST_AHEAD = 96, 2
+"""Slabs of weights that travel while a layer's rows do, at most and at least."""
+LEAST_KEPT = 512
+"""Rows that a rank has room for at least; otherwise twice as many as come to it by uniform routing."""
+IDLE_EXPERTS = 0.01
+"""The first experts' weights come before the routing is known: of as many experts as have no more idle ones among them,
+by a random routing, than this part of all experts."""
+
+
+def layer(
+    experts: Experts,
+    composed: Callable[..., jax.Array],
+    weights: dict[str, jax.Array],
+    x: jax.Array,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array,
+) -> jax.Array:
+    """Runs a layer as one kernel, or as dispatch, experts and combine where that does not fit the chip.
+
+    Args:
+      composed: `(x, topk_idx, topk_weights, weights) -> [T, H]`, the layer by dispatch, experts and combine, of which
+        the gradients are.
+      weights: of the experts.
+      x: `[T, H]`. topk_idx: int32 `[T, K]`. topk_weights: float32 `[T, K]`.
+
+    Returns:
+      `[T, H]` in `x.dtype`.
+    """
+    names = experts.names(weights)
+    given = vary_alike(x, topk_idx, topk_weights.astype(jnp.float32), *(weights[n].astype(x.dtype) for n in names))
+    return _run_layer(experts, composed, names, False, *given)
+
+
+def for_own_experts(config: MoEConfig, x: jax.Array, weights: dict[str, Any]) -> Experts | None:
+    """Returns the experts of `own_layer`, for tokens that every rank has, or None: then take grouped matmuls."""
+    chosen = adapted(config, x.shape[0])
+    return chosen.experts if isinstance(chosen.experts, Experts) and takes_layer(chosen, x, weights) else None
+
+
+def own_layer(
+    experts: Experts,
+    composed: Callable[..., jax.Array],
+    weights: dict[str, jax.Array],
+    x: jax.Array,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array,
+) -> jax.Array:
+    """Runs this rank's experts for tokens that every rank has, as one kernel where it fits the chip.
+
+    Args:
+      composed, weights, x, topk_idx, topk_weights: as in `layer`; the tokens are the same on every rank, and `composed`
+        returns what this function does.
+
+    Returns:
+      float32 `[T, H]`, this rank's part of the weighted sums.
+    """
+    names = experts.names(weights)
+    local = weights["up"].shape[0]
+
+    def first_expert() -> jax.Array:
+        return jax.lax.axis_index(experts.config.axis_name) * local
+
+    first = first_expert()
+    # of another rank or unused: no expert, in the kernel as in a dispatch
+    mine = (topk_idx >= first) & (topk_idx < jnp.minimum(first + local, experts.config.num_experts))
+    own = jnp.where(mine, topk_idx - first, -1)
+    given = vary_alike(x, own, topk_weights.astype(jnp.float32), *(weights[n].astype(x.dtype) for n in names))
+
+    def from_local(x: jax.Array, own: jax.Array, *rest: Any) -> jax.Array:
+        return composed(x, jnp.where(own >= 0, own + first_expert(), -1), *rest)
+
+    return _run_layer(experts, from_local, names, True, *given)
+
+
+def takes_layer(config: MoEConfig, x: jax.Array, weights: dict[str, Any]) -> bool:
+    """Returns True if `layer` may be one kernel: one chunk, one mesh axis, rows and weights that are not quantized."""
+    one_axis = isinstance(config.axis_name, str) or len(config.axis_name) == 1
+    plain = config.num_chunks == 1 and config.wire is None and config.combine_wire is None
+    plain = plain and config.balance is None and config.num_slots is None
+    plain = plain and all(isinstance(weight, jax.Array) for weight in weights.values())
+    return one_axis and plain and x.dtype.name in DTYPES and 0 < x.shape[0] <= MOST_TOKENS
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _run_layer(
+    experts: Experts, composed: Callable[..., Any], names: tuple[str, ...], alone: bool, *operands: Any
+) -> Any:
+    (out,) = _layer_p.bind(
+        *operands, names=names, experts=experts, composed=composed, alone=alone, config=experts.config.kernel
+    )
+    return out
+
+
+def _layer_forward(*args: Any) -> tuple[Any, Any]:
+    return _run_layer(*args), args[4:]
+
+
+def _layer_backward(
+    experts: Experts, composed: Callable[..., Any], names: tuple[str, ...], alone: bool, operands: Any, cotangent: Any
+) -> tuple[Any, ...]:
+    x, topk_idx, topk_weights, *weights = operands
+
+    def of(x: Any, topk_weights: Any, *weights: Any) -> Any:
+        return composed(x, topk_idx, topk_weights, dict(zip(names, weights, strict=True)))
+
+    by_x, by_topk_weights, *by_weights = jax.vjp(of, x, topk_weights, *weights)[1](cotangent)
+    return by_x, None, by_topk_weights, *by_weights
+
+
+_run_layer.defvjp(_layer_forward, _layer_backward)
+
+
+def _lowered_layer(
+    x: jax.Array,
+    topk_idx: jax.Array,
+    topk_weights: jax.Array,
+    *weights: jax.Array,
+    names: tuple[str, ...],
+    experts: Experts,
+    composed: Callable[..., Any],
+    alone: bool,
+    config: KernelConfig,
+) -> tuple[jax.Array]:
+    by_name = dict(zip(names, weights, strict=True))
+    axis = experts.config.axis_name if isinstance(experts.config.axis_name, str) else experts.config.axis_name[0]
+    axes = None if alone else Axes((axis,), (jax.lax.axis_size(axis),))
+    tokens, top_k = topk_idx.shape
+    biases = {n: by_name[f"{n}_bias"].astype(jnp.float32) for n in names if f"{n}_bias" in by_name}
+    chosen = layer_pieces(
+        _vmem_limit(config),
+        hardware.generation().cores,
+        axes.num_ranks if axes else 1,
+        tokens,
+        top_k,
+        by_name["up"].shape,
+        x.dtype,
+        gated="gate" in by_name,
+        biased=bool(biases),
+        part=jax.lax.axis_size(axis) if alone else 1,
+    )
+    if chosen is None or not hardware.lowers_flat_arrays(config):
+        return (composed(x, topk_idx, topk_weights, by_name),)
+    if axes is not None:
+        hardware.check_one_slice((axis,), "give the slices a mesh axis of their own, or use another grouped_matmul")
+    beyond = -tokens % GROUP if tokens > GROUP else 0
+    out = decode_layer(
+        jnp.pad(x, ((0, beyond), (0, 0))),
+        jnp.pad(topk_idx.T, ((0, 0), (0, beyond)), constant_values=-1),
+        jnp.pad(topk_weights.T, ((0, 0), (0, beyond))),
+        by_name.get("gate"),
+        by_name["up"],
+        by_name["down"],
+        biases or None,
+        activate=functools.partial(mlp.activate, experts.config),
+        pieces=chosen.pieces,
+        kept=chosen.kept,
+        certain=chosen.certain,
+        axes=axes,
+        launch=Launch(
+            1,
+            chosen.vmem_limit_bytes,
+            0 if axes is None else barriers.collective_id(axes, None, config),
+            hardware.interpret(config),
+        ),
+    )
+    return (out[:tokens],)
+
+
+def _layer_shapes(x: Any, *_: Any, alone: bool, **__: Any) -> Sequence[ShapeDtype]:
+    return [(x.shape, jnp.dtype(jnp.float32) if alone else x.dtype)]
+
+
+_layer_p = declare_composite("decode_layer", _layer_shapes, _lowered_layer)
+
+
+class LayerPieces(NamedTuple):
+    """How `decode_layer` divides its work.
+
+    Attributes:
+      kept: rows that there is room for. certain: experts whose weights come before the routing is known.
+    """
+
+    pieces: Pieces
+    kept: int
+    certain: int
+    vmem_limit_bytes: int
+
+
+def layer_pieces(
+    limit: int,
+    cores: int,
+    ranks: int,
+    tokens: int,
+    top_k: int,
+    shape: tuple[int, ...],
+    dtype: Any,
+    *,
+    gated: bool,
+    biased: bool,
+    part: int = 1,
+) -> LayerPieces | None:
+    """Returns pieces with as many slabs on their way as `limit` bytes of VMEM allow; None where not even
+    `LEAST_AHEAD` do, where tables do not fit SMEM, and where two cores are needed for so many rows: this kernel runs on
+    one.
+
+    Args:
+      cores: of the chip.
+      shape: of `up`, `[L, H, F]`.
+      part: ranks that the slots of these tokens are divided among, where every rank has the tokens.
+    """
+    local, hidden, width = shape
+    tokens = tokens if tokens <= GROUP else -(-tokens // GROUP) * GROUP
+    if ranks > all_gather_dispatch.GATHERED_RANKS:
+        return None
+    mean = tokens * top_k / (local * part)
+    rows = min(-(-int(mean + 2 * math.sqrt(mean)) // GROUP) * GROUP, MOST_ROWS)
+    if cores > 1 and rows > ROWS_OF_ONE_CORE:
+        return None
+    kept = max(2 * tokens * top_k, LEAST_KEPT)
+    record, reserved = record_of(hidden, dtype), RESERVED + biased * bias_bytes(shape, hidden)
+    for size in (512, 256, 128):
+        slabs = Pieces(2 * rows, rows, slab_rows(hidden, size), slab_rows(width, size))
+        each = sum(slabs.slabs(hidden, width))
+        for ahead in range(min(MOST_AHEAD, local * each - 1), LEAST_AHEAD - 1, -1):
+            pieces = dataclasses.replace(slabs, ahead=ahead)
+            certain = min(-(-ahead // each), int(IDLE_EXPERTS * local * math.exp(min(mean, 20.0))))
+            sizes = Sizes(ranks, tokens, top_k, local, pieces.rows_at_once, kept, certain)
+            need = reserved + vmem_bytes(pieces, record, sizes, shape, gated)
+            if need <= limit - limit // 16 and sizes.smem_bytes() <= hardware.SMEM_BUDGET:
+                return LayerPieces(pieces, kept, certain, min(limit, need + need // 16))
+    return None
+
+
+def _vmem_limit(config: KernelConfig) -> int:
+    return config.vmem_limit_bytes or hardware.generation().vmem_bytes
