@@ -247,6 +247,17 @@ def test_forward_mode_and_second_derivatives(mesh4):
     assert_near(ours, expected, 2e-5)
 
 
+def test_the_kernels_have_no_second_derivative(mesh4):
+    x, idx, weights, experts = operands(Case())
+    layer = on_ranks(mesh4, functools.partial(call, Case(), return_info=True))
+
+    def first(x, *others):
+        return jnp.sum(jax.grad(lambda x: jnp.sum(jnp.sin(layer(x, *others)[0])))(x))
+
+    with plain_hopper.in_the_kernels_place(), pytest.raises(NotImplementedError, match="grouped_matmul='ragged_dot'"):
+        jax.eval_shape(jax.grad(first), *place(mesh4, (x, idx, weights, experts)))
+
+
 def test_vmap_is_a_loop_of_calls(mesh4):
     case = Case()
     x, idx, weights, experts = operands(case)

@@ -136,8 +136,23 @@ def _forward(
     return out, (inner, of_inner, row_weights, last, sizes, handle)
 
 
+@jax.custom_jvp
+def _first_order(array: jax.Array) -> jax.Array:
+    """Returns the array; differentiating the result is an error."""
+    return array
+
+
+@_first_order.defjvp
+def _refuse(primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "a second derivative of experts on a Hopper GPU: the kernels have first derivatives alone; pass "
+        "grouped_matmul='ragged_dot', whose derivatives are JAX's"
+    )
+
+
 def _backward(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
     inner, of_inner, row_weights, last, sizes, handle = kept
+    inner, row_weights, cotangent = map(_first_order, (inner, row_weights, cotangent))
     # The rows that this returns are not used, so that XLA leaves their matmul out.
     _, of_outer = jax.vjp(lambda inner, last, w: step.outer(inner, last, sizes, w), inner, last, row_weights)
     by_inner, by_last, by_row_weights = of_outer(step.back.transposed(cotangent, handle))
