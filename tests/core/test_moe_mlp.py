@@ -16,7 +16,7 @@ import xen_moe_jax as xm
 from tests.support import plain_hopper
 from tests.support.checks import assert_bits
 
-RANKS, TOKENS, HIDDEN, WIDE, EXPERTS, TOP_K = 4, 6, 16, 24, 6, 3
+RANKS, TOKENS, HIDDEN, WIDE, EXPERTS, TOP_K = 4, 6, 32, 64, 6, 3
 LOCAL = -(-EXPERTS // RANKS)
 RANKED = P("ep")
 PROJECTIONS = {"gelu": 1, "relu2": 1}
@@ -362,10 +362,10 @@ MISTAKES = {
     "gate shape": (
         {"gate": UP[:, 1:]},
         ValueError,
-        r"gate has shape \(2, 15, 24\): must be \[L, H, F\] = \[2, 16, 24\]",
+        r"gate has shape \(2, 31, 64\): must be \[L, H, F\] = \[2, 32, 64\]",
     ),
-    "experts of a rank": ({"up": UP[:1]}, ValueError, r"up has shape \(1, 16, 24\): .*for L = 2 experts"),
-    "down shape": ({"down": UP}, ValueError, r"down has shape .*\[L, F, H\] = \[2, 24, 16\]"),
+    "experts of a rank": ({"up": UP[:1]}, ValueError, r"up has shape \(1, 32, 64\): .*for L = 2 experts"),
+    "down shape": ({"down": UP}, ValueError, r"down has shape .*\[L, F, H\] = \[2, 64, 32\]"),
     "dtype": (
         {"up": UP.astype(jnp.bfloat16)},
         TypeError,
@@ -381,7 +381,7 @@ MISTAKES = {
     "bias shape": (
         {"biases": (UP[:, 0], UP[:, 0], UP[:, 0])},
         ValueError,
-        r"down_bias has shape \(2, 24\): must be \[L, H\] = \[2, 16\]",
+        r"down_bias has shape \(2, 64\): must be \[L, H\] = \[2, 32\]",
     ),
     "no bias of the gate": ({"biases": (None, UP[:, 0], UP[:, :, 0])}, ValueError, "gate_bias is None"),
     "where weights go": ({"apply_weights_to": "y"}, ValueError, "apply_weights_to='y': must be one of"),
