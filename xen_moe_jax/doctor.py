@@ -297,6 +297,12 @@ def grouped_matmul_of(name: str) -> Finding:
     return Finding(f"on {name}", None if found["remedy"] else True, found["choice"], found["remedy"])
 
 
+def experts_on_hopper(hidden: int, width: int, dtype: str) -> Finding:
+    """Says whether experts of these sizes have a Hopper GPU's full speed; no GPU is needed."""
+    answer = grouped_matmul.on_hopper(hidden, width, dtype)
+    return Finding("on a Hopper GPU", True if answer.fast else None, answer.detail)
+
+
 def profiles() -> list[Finding]:
     """Profiles of tuned configs that the package holds, and which of them serve this machine's first device."""
     import jax
@@ -349,8 +355,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the report; 1 where a fault was found, else 0."""
     parser = Parser(prog="xen-moe-jax doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    experts = parser.add_argument_group(
+        "experts", "whether experts of these sizes take this library's kernels on a Hopper GPU; no GPU is needed"
+    )
+    experts.add_argument("--hidden", type=int, help="elements of a token")
+    experts.add_argument("--width", type=int, help="features inside an expert")
+    experts.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=("bfloat16", "float16", "float32"),
+        help="of tokens and weights (%(default)s)",
+    )
     options = parser.parse_args(arguments)
+    sizes = {name: getattr(options, name) for name in ("hidden", "width") if getattr(options, name) is not None}
+    for name, size in sizes.items():
+        if size < 1:
+            parser.error(f"--{name} {size}: must be at least 1")
+    if len(sizes) == 1:
+        parser.error("--hidden and --width must be given together")
     report = examine()
+    if sizes:
+        report["Experts' grouped matmul"].append(experts_on_hopper(**sizes, dtype=options.dtype))
     if options.json:
         print(json.dumps({name: [dataclasses.asdict(f) for f in found] for name, found in report.items()}, indent=2))
     else:

@@ -291,7 +291,7 @@ def experts(matmul: Callable[..., Any], rows: Any, weights: tuple[Any, Any, Any]
 
     gate, up, down = weights
     if matmul is hopper.grouped_matmul:
-        return matmul(hopper.swiglu(rows, gate, up, sizes), down, sizes)
+        return matmul(hopper.activated(rows, (gate, up), sizes), down, sizes)
     return matmul(jax.nn.silu(matmul(rows, gate, sizes)) * matmul(rows, up, sizes), down, sizes)
 
 

@@ -59,7 +59,7 @@ from xen_moe_jax.tuning.workload import Workload, round_up
 
 PARTS = ("layers", "experts", "transfers")
 PASSES = {"forward": 1, "forward+backward": 2}
-KERNELS = ("rows_by_weights", "rows_by_rows", "swiglu_rows")
+KERNELS = ("rows_by_weights", "rows_by_rows", "activated_rows")
 """Functions of `experts/hopper.py` that take `num_sms`."""
 DEALT = "dealt"
 """Name of the overlapping layers whose matmuls do not claim their tiles."""

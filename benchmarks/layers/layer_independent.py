@@ -168,7 +168,7 @@ def projected(given: Any, rows: jax.Array, sizes: jax.Array, weights: Any, facto
     """Rows that enter the experts' last matmul."""
     config = given.config
     if grouped_matmul.by_hopper(config.grouped_matmul, rows, weights["gate"]):
-        return mlp.hopper.swiglu(rows, weights["gate"], weights["up"], sizes, factors)
+        return mlp.hopper.activated(rows, (weights["gate"], weights["up"]), sizes, row_weights=factors)
     multiply = grouped_matmul.choose(config.grouped_matmul)
     activation = activate(config, *(multiply(rows, weights[name], sizes) for name in ("gate", "up")))
     return (activation.astype(jnp.float32) * factors[:, None]).astype(rows.dtype)

@@ -15,29 +15,41 @@ from xen_moe_jax.pallas_kernels.hopper import claims, ring
 from xen_moe_jax.pallas_kernels.hopper.tiles import COMPUTE_WARPGROUPS, ROW_ALIGNMENT, Tiles, up_to_each
 
 
-@functools.partial(jax.jit, static_argnames=("tiles", "num_sms"))  # calls alike are lowered once
+@functools.partial(jax.jit, static_argnames=("tiles", "height", "num_sms"))  # calls alike are lowered once
 def rows_by_rows(
-    rows: jax.Array, others: jax.Array, group_sizes: jax.Array, *, tiles: Tiles, num_sms: int | None = None
+    rows: jax.Array,
+    others: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    tiles: Tiles,
+    height: int | None = None,
+    num_sms: int | None = None,
 ) -> jax.Array:
-    """Every group's `rows [C, A]` transposed times its `others [C, B]` -> `[L, A, B]`; zeros for an empty group."""
+    """Every group's `rows [C, A]` transposed times its `others [C, B]` -> `[L, A, B]`; zeros for an empty group.
+
+    With `height` only so many of the `A` rows of each result are stored. Where `A` or `B` ends within a tile, TMA loads
+    zeros past the end and stores nothing there.
+    """
     dtype = rows.dtype
-    num_groups, (height, width) = group_sizes.shape[0], (rows.shape[1], others.shape[1])
-    if height % tiles.cluster_m or width % tiles.cluster_n or rows.shape[0] % ROW_ALIGNMENT:
+    num_groups, (columns, width) = group_sizes.shape[0], (rows.shape[1], others.shape[1])
+    height, unit = columns if height is None else height, tiles.swizzle // dtype.itemsize
+    if columns % unit or width % unit or rows.shape[0] % ROW_ALIGNMENT:
         raise ValueError(
-            f"rows {list(rows.shape)}, others {list(others.shape)}, {tiles}: their columns must be multiples of "
-            f"{tiles.cluster_m} and {tiles.cluster_n}, and the rows of {ROW_ALIGNMENT}"
+            f"rows {list(rows.shape)}, others {list(others.shape)}, {tiles}: their columns must be multiples of {unit} "
+            f"and the rows of {ROW_ALIGNMENT}"
         )
-    m_tiles, n_tiles = height // tiles.cluster_m, width // tiles.cluster_n
+    m_tiles, n_tiles = pl.cdiv(height, tiles.cluster_m), pl.cdiv(width, tiles.cluster_n)
     sizes = jnp.maximum(group_sizes.astype(jnp.int32), 0)
     ends = up_to_each(sizes)
     starts = ends[:num_groups] - sizes
 
     def body(rows: Any, others: Any, starts: Any, ends: Any, out: Any, **s: Any) -> None:
         wg, peer = lax.axis_index("wg"), lax.axis_index("cluster")
-        grid = (num_groups, m_tiles, n_tiles)
+        grid = (num_groups, m_tiles, n_tiles) if tiles.band == 1 else (num_groups, m_tiles * n_tiles)
 
         def place(index: Any) -> tuple[Any, Any, Any, Any, Any, Any]:
-            group, m, n = index
+            group, *at = index
+            m, n = at if tiles.band == 1 else tiles.at(at[0], m_tiles, n_tiles)
             start, end = starts[group], ends[group]
             first = lax.div(start, jnp.int32(ROW_ALIGNMENT)) * ROW_ALIGNMENT
             steps = lax.select(end > start, pl.cdiv(end - first, tiles.k), jnp.int32(0))

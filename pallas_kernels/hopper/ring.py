@@ -17,16 +17,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from xen_moe_jax.pallas_kernels.hopper import claims
 from xen_moe_jax.pallas_kernels.hopper.tiles import COMPUTE_WARPGROUPS, Tiles
 
-SWIZZLE_BYTES = 128
 STORE_TILE = 64
 """Rows, and columns, of the pieces in which a warpgroup stores its accumulators."""
 LOAD_REGISTERS, COMPUTE_REGISTERS = 40, 232
 """Registers of a thread; 128 * (40 + 2 * 232) fit into the 65536 of a multiprocessor."""
 
 
-def _swizzled(rows_in_tile: int, dtype: Any) -> tuple[Any, ...]:
-    columns = SWIZZLE_BYTES // jnp.dtype(dtype).itemsize
-    return plgpu.TilingTransform((rows_in_tile, columns)), plgpu.SwizzleTransform(SWIZZLE_BYTES)  # type: ignore[abstract]
+def _swizzled(tiles: Tiles, rows_in_tile: int, dtype: Any) -> tuple[Any, ...]:
+    columns = tiles.swizzle // jnp.dtype(dtype).itemsize
+    return plgpu.TilingTransform((rows_in_tile, columns)), plgpu.SwizzleTransform(tiles.swizzle)  # type: ignore[abstract]
 
 
 def scratch(tiles: Tiles, left: tuple[int, ...], right: tuple[int, ...], dtype: Any, loads: int = 2) -> dict[str, Any]:
@@ -38,10 +37,12 @@ def scratch(tiles: Tiles, left: tuple[int, ...], right: tuple[int, ...], dtype: 
             collective_axes=("cluster",), num_arrivals=COMPUTE_WARPGROUPS, num_barriers=tiles.stages
         )
     return claims.scratch(tiles) | {
-        "left": plgpu.SMEM((tiles.stages, *left), dtype, transforms=_swizzled(8, dtype)),
-        "right": plgpu.SMEM((tiles.stages, *right), dtype, transforms=_swizzled(8, dtype)),
+        "left": plgpu.SMEM((tiles.stages, *left), dtype, transforms=_swizzled(tiles, 8, dtype)),
+        "right": plgpu.SMEM((tiles.stages, *right), dtype, transforms=_swizzled(tiles, 8, dtype)),
         # rows of a piece may be stored one by one: no tile of it has more than one
-        "pieces": plgpu.SMEM((COMPUTE_WARPGROUPS, 2, STORE_TILE, STORE_TILE), dtype, transforms=_swizzled(1, dtype)),
+        "pieces": plgpu.SMEM(
+            (COMPUTE_WARPGROUPS, 2, STORE_TILE, STORE_TILE), dtype, transforms=_swizzled(tiles, 1, dtype)
+        ),
         "loaded": plgpu.Barrier(num_arrivals=loads, num_barriers=tiles.stages),
         "released": released,
     }

@@ -1,11 +1,12 @@
 """Rows times the weights of their groups: the forward pass of a grouped matmul, and the gradient of its rows.
 
 One kernel has three forms: a product; the sum of two products, in one accumulator; and two projections of the same rows
-side by side, with the expert's activation before they are stored.
+side by side, with the expert's activation before they are stored. Biases are added where the sums are stored.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,12 +18,72 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xen_moe_jax.pallas_kernels.hopper import claims, ring
+from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.hopper.tiles import COMPUTE_WARPGROUPS, ROW_ALIGNMENT, Tiles, row_tiles
 
 Store = Callable[[Any, int, int], Callable[[Any], None]]
 """`(output, m, n)`: how a buffer with the piece at row `m`, column `n` of a warpgroup's part gets into that output."""
-Epilogue = Callable[[tuple[Any, ...], tuple[Any, ...], Any, Store], Iterator[tuple[Any, Callable[[Any], None]]]]
-"""`(accumulators, outputs, row, store) -> (piece, store(output, m, n)), ...`; the warpgroup's rows begin at `row`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A warpgroup's part of a tile, when its sums are complete.
+
+    Attributes:
+      accumulators: float32, one for each of the weights that are multiplied side by side.
+      group: number of the group of the rows; None for a kernel without biases.
+      row, column: first row and first column of the part in the outputs.
+      extra: references to the further operands of the kernel.
+      outputs: references to its results.
+      store: stores a piece to one of the results.
+    """
+
+    accumulators: tuple[Any, ...]
+    group: Any
+    row: Any
+    column: Any
+    extra: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    store: Store
+
+    def of_columns(self, extra: Any, columns: int) -> list[Any]:
+        """Loads this group's row of `extra [L, B]` in pieces, all at once: one load takes as long as all."""
+        return [
+            plgpu.load(
+                extra.at[self.group, pl.ds(self.column + n, ring.STORE_TILE)],
+                layout=plgpu.Layout.WGMMA.reduce(0),
+                optimized=False,
+            )
+            for n in range(0, columns, ring.STORE_TILE)
+        ]
+
+    def of_rows(self, extra: Any, m: int) -> Any:
+        """Loads the values of `extra [C]` for the rows of the piece at row `m`."""
+        at = extra.at[pl.ds(self.row + m, ring.STORE_TILE)]
+        return plgpu.load(at, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+
+Epilogue = Callable[[Part], Iterator[tuple[Any, Callable[[Any], None]]]]
+"""Yields the pieces of a part, each with the function that stores it."""
+
+
+def _beside(of_rows: Any, shape: tuple[int, ...]) -> Any:
+    return lax.broadcast_in_dim(of_rows, shape, (0,))
+
+
+def _below(of_columns: Any, shape: tuple[int, ...]) -> Any:
+    return lax.broadcast_in_dim(of_columns, shape, (1,))
+
+
+def _bias_of_tiles(bias: jax.Array, width: int) -> jax.Array:
+    """Converts to float32 and pads with zeros up to whole tiles: unlike a store, a load does not end at the last
+    column."""
+    return jnp.pad(bias.astype(jnp.float32), ((0, 0), (0, -bias.shape[1] % width)))
+
+
+def _factors_of_tiles(row_weights: jax.Array, tiles: Tiles) -> jax.Array:
+    """Converts to float32 and pads with zeros for the rows of a last tile, as `_bias_of_tiles` does for columns."""
+    return jnp.pad(row_weights.astype(jnp.float32), (0, tiles.cluster_m))
 
 
 @functools.partial(jax.jit, static_argnames=("transposed", "tiles", "num_sms"))  # calls alike are lowered once
@@ -31,6 +92,8 @@ def rows_by_weights(
     weights: jax.Array,
     group_sizes: jax.Array,
     also: tuple[jax.Array, jax.Array] | None = None,
+    bias: jax.Array | None = None,
+    row_weights: jax.Array | None = None,
     *,
     transposed: bool,
     tiles: Tiles,
@@ -38,62 +101,78 @@ def rows_by_weights(
 ) -> jax.Array:
     """`rows [C, A]` times the weights of their groups `[L, A, B]` -> `[C, B]`; `[L, B, A]` where `transposed`.
 
-    `also`, rows and weights of the same shapes, is multiplied and added up in the same accumulators. Rows past the last
-    group come out unspecified.
+    `also`, rows and weights of the same shapes, is multiplied and added up in the same accumulators. `bias [L, B]` of
+    the group is added, times float32 `row_weights [C]` if given. Rows past the last group come out unspecified.
     """
     columns = weights.shape[1 if transposed else 2]
+    extra = [] if bias is None else [_bias_of_tiles(bias, tiles.cluster_n)]
+    extra += [] if bias is None or row_weights is None else [_factors_of_tiles(row_weights, tiles)]
 
-    def epilogue(accumulators: tuple[Any, ...], outputs: tuple[Any, ...], row: Any, store: Store) -> Iterator[Any]:
-        for at in ring.places(tiles, tiles.warpgroup_n):
-            yield ring.piece(accumulators[0], *at).astype(rows.dtype), store(outputs[0], *at)
+    def epilogue(part: Part) -> Iterator[Any]:
+        biases = part.of_columns(part.extra[0], tiles.warpgroup_n) if part.extra else []
+        for m, n in ring.places(tiles, tiles.warpgroup_n):
+            value = ring.piece(part.accumulators[0], m, n)
+            if biases:
+                added = _below(biases[n // ring.STORE_TILE], value.shape)
+                if len(part.extra) > 1:
+                    added = added * _beside(part.of_rows(part.extra[1], m), value.shape)
+                value = value + added
+            yield value.astype(rows.dtype), part.store(part.outputs[0], m, n)
 
     pairs = [(rows, (weights,))] + ([] if also is None else [(also[0], (also[1],))])
-    return _product(pairs, group_sizes, (), epilogue, (columns,), transposed, tiles, num_sms, "xen_moe_grouped_rows")[0]
+    name = "xen_moe_grouped_rows"
+    return _product(pairs, group_sizes, tuple(extra), epilogue, (columns,), transposed, tiles, num_sms, name)[0]
 
 
-@functools.partial(jax.jit, static_argnames=("projections", "tiles", "num_sms"))
-def swiglu_rows(
+@functools.partial(jax.jit, static_argnames=("activation", "projections", "tiles", "num_sms"))
+def activated_rows(
     rows: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
+    weights: tuple[jax.Array, ...],
     group_sizes: jax.Array,
+    biases: tuple[jax.Array, ...] | None = None,
     row_weights: jax.Array | None = None,
     *,
+    activation: Activation,
     projections: bool,
     tiles: Tiles,
     num_sms: int | None = None,
 ) -> tuple[jax.Array, ...]:
-    """`silu(rows @ gate) * (rows @ up)` of each group, in float32 and rounded once -> `[C, F]`.
+    """The activation of the rows' projections by the weights of their groups, in float32 and rounded once -> `[C, F]`.
 
     Args:
       rows: `[C, A]`.
-      gate, up: `[L, A, F]`.
+      weights: `[L, A, F]`, `gate` and `up`, or `up` alone where the activation is not gated.
       group_sizes: int32 `[L]`.
+      biases: `[L, F]` of each of the weights, added to the projections.
       row_weights: float32 `[C]`, factors of the result's rows.
-      projections: True if the two products are results too, without `row_weights`.
+      projections: True if the projections are results too, with their biases and without `row_weights`.
 
     Returns:
-      The activation, and with `projections` the products `[C, F]` of `gate` and `up`; rows past the last group are
+      The activation, and with `projections` one array `[C, F]` for each of the weights; rows past the last group are
       unspecified.
     """
-    # a tile's rows may be past the last one: a load is not cut off there as a store is
-    extra = () if row_weights is None else (jnp.pad(row_weights.astype(jnp.float32), (0, tiles.cluster_m)),)
+    beside = len(weights)
+    width, own_width = tiles.cluster_n // beside, tiles.warpgroup_n // beside
+    extra = () if row_weights is None else (_factors_of_tiles(row_weights, tiles),)
+    of_biases = () if biases is None else tuple(_bias_of_tiles(bias, width) for bias in biases)
 
-    def epilogue(accumulators: tuple[Any, ...], outputs: tuple[Any, ...], row: Any, store: Store) -> Iterator[Any]:
-        *factors, out = outputs[: len(extra) + 1]
-        for m, n in ring.places(tiles, tiles.warpgroup_n // 2):
-            g, u = (ring.piece(acc, m, n) for acc in accumulators)
-            h = g * lax.logistic(g) * u
+    def epilogue(part: Part) -> Iterator[Any]:
+        factors, biases = part.extra[: len(extra)], part.extra[len(extra) :]
+        added = [part.of_columns(bias, own_width) for bias in biases]
+        for m, n in ring.places(tiles, own_width):
+            values = [ring.piece(acc, m, n) for acc in part.accumulators]
+            if added:
+                values = [v + _below(b[n // ring.STORE_TILE], v.shape) for v, b in zip(values, added, strict=True)]
+            out = activation(*values)
             if factors:
-                of_rows = factors[0].at[pl.ds(row + m, ring.STORE_TILE)]
-                of_rows = plgpu.load(of_rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-                h = h * lax.broadcast_in_dim(of_rows, h.shape, (0,))
-            for value, output in zip((h, g, u), (out, *outputs[len(extra) + 1 :]), strict=False):
-                yield value.astype(rows.dtype), store(output, m, n)
+                out = out * _beside(part.of_rows(factors[0], m), out.shape)
+            for value, output in zip((out, *values), part.outputs, strict=False):
+                yield value.astype(rows.dtype), part.store(output, m, n)
 
-    columns = (gate.shape[2],) * (3 if projections else 1)
-    pairs = [(rows, (gate, up))]
-    return _product(pairs, group_sizes, extra, epilogue, columns, False, tiles, num_sms, "xen_moe_grouped_swiglu")
+    columns = (weights[0].shape[2],) * (1 + beside if projections else 1)
+    name = f"xen_moe_grouped_{activation.name}"
+    given = (*extra, *of_biases)
+    return _product([(rows, weights)], group_sizes, given, epilogue, columns, False, tiles, num_sms, name)
 
 
 def _product(
@@ -110,36 +189,40 @@ def _product(
     """The kernel: multiplies the rows of each of `pairs` by its weights, whose columns stand side by side in a tile,
     and adds all products up.
 
-    `columns` are those of the outputs; `epilogue` gets `extra` as the first of its outputs.
+    `columns` are those of the outputs. Where the columns or the contracted dimension end within a tile, TMA loads zeros
+    past the end and stores nothing there.
     """
     (capacity, depth), dtype = pairs[0][0].shape, pairs[0][0].dtype
     beside = len(pairs[0][1])
     width, tile_width, own_width = (n // beside for n in (tiles.n, tiles.cluster_n, tiles.warpgroup_n))
-    if columns[0] % tile_width or own_width % ring.STORE_TILE or depth % tiles.k or capacity % ROW_ALIGNMENT:
+    unit = tiles.swizzle // dtype.itemsize
+    if columns[0] % unit or depth % unit or own_width % ring.STORE_TILE or capacity % ROW_ALIGNMENT:
         raise ValueError(
-            f"rows {[capacity, depth]}, weights {[list(w.shape) for w in pairs[0][1]]}, {tiles}: columns must be a "
-            f"multiple of {tile_width}, the contracted dimension of {tiles.k}, and the rows of {ROW_ALIGNMENT}"
+            f"rows {[capacity, depth]}, weights {[list(w.shape) for w in pairs[0][1]]}, {tiles}: columns and the "
+            f"contracted dimension must be multiples of {unit}, the rows of {ROW_ALIGNMENT}, and a warpgroup's "
+            f"{own_width} columns of {ring.STORE_TILE}"
         )
     for rows, weights in pairs:
         shapes = rows.shape, {w.shape for w in weights}
         if shapes != (pairs[0][0].shape, {pairs[0][1][0].shape}):
             raise ValueError(f"rows and weights of two products: {shapes} must be {pairs[0][0].shape} and the same")
-    n_tiles, k_steps = columns[0] // tile_width, depth // tiles.k
+    n_tiles, k_steps = pl.cdiv(columns[0], tile_width), pl.cdiv(depth, tiles.k)
     tables = row_tiles(group_sizes, capacity, tiles.cluster_m)
     operands = [a for rows, weights in pairs for a in (rows, *weights)]
+    biased = any(array.ndim == 2 for array in extra)
 
     def body(*refs: Any, **s: Any) -> None:
-        given, (facts, up_to), outputs = (
+        given, (facts, up_to), others = (
             refs[: len(operands)],
             refs[len(operands) : len(operands) + 2],
             refs[len(operands) + 2 :],
         )
         wg, peer = lax.axis_index("wg"), lax.axis_index("cluster")
-        grid = (up_to[group_sizes.shape[0] - 1] * n_tiles,)
+        m_tiles = up_to[group_sizes.shape[0] - 1]
+        grid = (m_tiles * n_tiles,)
 
         def place(index: Any) -> tuple[Any, Any, Any]:
-            (number,) = index
-            m, n = lax.div(number, jnp.int32(n_tiles)), lax.rem(number, jnp.int32(n_tiles))
+            m, n = tiles.at(index[0], m_tiles, n_tiles)
             row = pl.multiple_of(facts[1, m], ROW_ALIGNMENT)
             column = n * tile_width
             if tiles.cluster == "m":
@@ -199,8 +282,11 @@ def _product(
             def tile(index: Any, carry: Any) -> Any:
                 m, row, column = place(index)
                 # read now: a load from memory takes as long as half a piece of the store that needs it
+                group = facts[0, m] if biased else None
                 low, high, offset = facts[2, m], facts[3, m], row - facts[1, m]
                 steps = len(pairs) * k_steps
+                # Both warpgroups multiply every tile, though a group's last tile may have rows for one of them alone.
+                # All tiles last equally long then, and thread blocks at the same weights read them from the L2 cache.
                 accumulators, done = ring.multiply_steps(tiles, s, steps, carry, multiply, beside=beside)
                 if tiles.split == "m":
                     offset, row = offset + wg * tiles.warpgroup_m, row + wg * tiles.warpgroup_m
@@ -215,7 +301,8 @@ def _product(
 
                     return copy
 
-                ring.store(epilogue(accumulators, outputs, row, store), s["pieces"], wg)
+                part = Part(accumulators, group, row, column, others[: len(extra)], others[len(extra) :], store)
+                ring.store(epilogue(part), s["pieces"], wg)
                 return done
 
             claims.multiplies(tiles, s, grid, tile)

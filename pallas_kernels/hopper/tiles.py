@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 ROW_ALIGNMENT = 8
 """TMA boxes of swizzled tiles begin at rows that are multiples of this."""
 COMPUTE_WARPGROUPS = 2
 """Multiplying warpgroups of a thread block, beside the loading one."""
+
+
+COLUMN_ALIGNMENT = 32
+"""Hidden sizes and widths are multiples of this: 64 bytes, the narrowest swizzle that these kernels lower with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +32,10 @@ class Tiles:
         left one.
       delay: number of wgmma that are pending when the next one begins.
       claimed: thread blocks take the next tile when they are ready (`claims`), instead of a fixed share from the start.
+      band: number of tiles, one below the other, that are computed before those to the right of them. With 1 every
+        row of tiles is computed from left to right. A band reads the right operand once for all its tiles, where one
+        row of tiles would read more of it than the L2 cache holds.
+      swizzle: bytes of a row of shared memory, 128 or 64. Rows of all operands are multiples of it.
     """
 
     m: int = 128
@@ -36,6 +46,8 @@ class Tiles:
     cluster: str | None = None
     delay: int = 1
     claimed: bool = False
+    band: int = 1
+    swizzle: int = 128
 
     @property
     def warpgroup_m(self) -> int:
@@ -44,6 +56,15 @@ class Tiles:
     @property
     def warpgroup_n(self) -> int:
         return self.n // COMPUTE_WARPGROUPS if self.split == "n" else self.n
+
+    def at(self, number: Any, height: Any, width: int) -> tuple[Any, Any]:
+        """Row and column, in tiles, of tile `number` of `height` by `width` tiles."""
+        if self.band == 1:
+            return lax.div(number, jnp.int32(width)), lax.rem(number, jnp.int32(width))
+        band = lax.div(number, jnp.int32(self.band * width))
+        within = number - band * (self.band * width)
+        rows = jnp.minimum(height - band * self.band, self.band)
+        return band * self.band + lax.rem(within, rows), lax.div(within, rows)
 
     @property
     def cluster_size(self) -> int:

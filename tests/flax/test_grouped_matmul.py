@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import types
@@ -30,6 +31,7 @@ from tests.support.layers import (
 )
 from xen_moe_jax import doctor
 from xen_moe_jax.experts import grouped_matmul, hopper
+from xen_moe_jax.flax import memory
 
 
 def dense_groups(rows, weights, group_sizes):
@@ -110,6 +112,47 @@ def test_auto_warns_once_on_a_gpu_without_tokamax(monkeypatch, forget):
         warnings.simplefilter("error")
         assert grouped_matmul.automatic("gpu") == "ragged_dot"
         assert grouped_matmul.automatic("cpu") == grouped_matmul.automatic("tpu") == "ragged_dot"
+
+
+def test_what_leaves_the_hopper_kernels_says_so_once(monkeypatch, forget):
+    monkeypatch.setattr(grouped_matmul, "installed", lambda: False)
+    monkeypatch.setattr(hopper, "on_hopper", lambda: True)
+    grouped_matmul._warn_once.cache_clear()
+    rows, weights = jnp.zeros((8, 72), jnp.float32), jnp.zeros((2, 72, 48), jnp.float32)
+    with pytest.warns(
+        UserWarning, match=r"float32\[C, 72\] by float32\[2, 72, 48\] leaves .*: float32 is none of .*tenth"
+    ):
+        assert not grouped_matmul.by_hopper("auto", rows, weights)
+    with pytest.warns(UserWarning, match="72 or 48 is no multiple of 32, so the weights are padded by a copy of 0 MiB"):
+        assert grouped_matmul.by_hopper("auto", rows.astype("bfloat16"), weights.astype("bfloat16"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not grouped_matmul.by_hopper("auto", rows, weights)  # said already
+        assert not grouped_matmul.by_hopper("ragged_dot", rows, weights)
+        assert grouped_matmul.why_not(2880, 2880, jnp.bfloat16) is None
+
+
+@pytest.mark.parametrize(
+    ("hidden", "says"),
+    [
+        (40, "40 or 64 is no multiple of 32, so the weights are padded by a copy of 0 MiB in every call"),
+        (2880, "this library's kernels multiply experts of 2880 by 64 in bfloat16, and copy no weights"),
+    ],
+)
+def test_memory_and_doctor_say_beforehand_what_is_slow(hidden, says, capsys):
+    sizes = f"--hidden {hidden} --width 64"
+    assert memory.main(f"{sizes} --tokens 8 --ranks 2 --experts 4 --top-k 2".split()) == 0
+    assert says in re.search("On a Hopper GPU: .*", capsys.readouterr().out)[0]
+    doctor.main(["--json", *sizes.split()])
+    findings = json.loads(capsys.readouterr().out)["Experts' grouped matmul"]
+    assert says in findings[-1]["detail"] and findings[-1]["ok"] is (None if "padded" in says else True)
+
+
+def test_doctor_asks_for_both_sizes(capsys):
+    for given, message in (("--hidden 64", "given together"), ("--hidden 0 --width 8", "--hidden 0: must be at least")):
+        with pytest.raises(SystemExit):
+            doctor.main(given.split())
+        assert message in capsys.readouterr().err
 
 
 def test_tokamax_where_it_is_installed(monkeypatch, forget):

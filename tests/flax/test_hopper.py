@@ -18,9 +18,10 @@ from jaxlib.mlir import ir
 import xen_moe_jax as xm
 from tests.support import hopper_kernels, plain_hopper
 from xen_moe_jax import _overlap
-from xen_moe_jax.experts import hopper
+from xen_moe_jax.experts import grouped_matmul, hopper
+from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
-from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights, swiglu_rows
+from xen_moe_jax.pallas_kernels.hopper.rows import activated_rows, rows_by_weights
 from xen_moe_jax.pallas_kernels.hopper.tiles import Tiles, row_tiles
 
 SIZES = (70, 0, 131, 37)
@@ -103,11 +104,41 @@ def test_two_products_in_the_interpreter(tiles):
     with plgpu.force_gpu_interpret_mode():
         run = {"tiles": SMALL_SWIGLU[tiles], "num_sms": 2}
         both = rows_by_weights(rows, gate, sizes, (-2 * rows, up), transposed=False, **run)
-        out, *projections = swiglu_rows(rows, gate / 8, up, sizes, factors, projections=True, **run)
+        out, *projections = activated_rows(
+            rows, (gate / 8, up), sizes, None, factors, activation=Activation(), projections=True, **run
+        )
     close(both[:used], product(rows, gate) - 2 * u)
     close(out[:used], g / (1 + np.exp(-g)) * u * np.asarray(factors, np.float64)[:used, None])
     for got, expected in zip(projections, (g, u), strict=True):
         close(got[:used], expected)
+
+
+def test_columns_that_end_within_a_tile_in_the_interpreter():
+    """192 and 320 columns in tiles of 256 and 128, in bands, with biases; rows past the last group are NaN."""
+    rng = np.random.default_rng(1)
+    used = sum(SIZES)
+    rows = jnp.asarray(rng.normal(size=(used + 2, 192)), jnp.bfloat16).at[used:].set(jnp.nan)
+    weights = jnp.asarray(rng.normal(size=(len(SIZES), 192, 320)) / 16, jnp.bfloat16)
+    biases = jnp.asarray(rng.normal(size=(2, len(SIZES), 320)), jnp.bfloat16)
+    factors = jnp.arange(used + 2, dtype=jnp.float32).at[used:].set(jnp.nan) / used - 0.5
+    sizes, tiles = jnp.asarray(SIZES, jnp.int32), Tiles(m=128, n=256, stages=2, band=2)
+    activation = Activation("clipped_swiglu", limit=0.5)
+    run = {"tiles": tiles, "num_sms": 2}
+    epilogue = {"activation": activation, "projections": True, "tiles": tiles}
+    given = (rows, (weights, -weights), sizes, tuple(biases), factors)
+    with plgpu.force_gpu_interpret_mode():
+        out = rows_by_weights(rows, weights, sizes, None, biases[0], factors, transposed=False, **run)
+        inner = activated_rows(*given, **epilogue, num_sms=2)
+        back = rows_by_weights(inner[0], weights, sizes, transposed=True, **run)
+        by_weights = rows_by_rows(rows, inner[0], sizes, **run)
+        sums = rows_by_rows(jnp.ones_like(rows), inner[0], sizes, **run, height=8)
+    plain = {"transposed": False, "tiles": tiles}
+    close(out[:used], plain_hopper.rows_by_weights(rows, weights, sizes, None, biases[0], factors, **plain)[:used])
+    for got, expected in zip(inner, plain_hopper.activated_rows(*given, **epilogue), strict=True):
+        close(got[:used], expected[:used])
+    close(back[:used], plain_hopper.rows_by_weights(inner[0], weights, sizes, transposed=True, tiles=tiles)[:used])
+    close(by_weights, plain_hopper.rows_by_rows(rows, inner[0], sizes, tiles=tiles))
+    close(sums, plain_hopper.rows_by_rows(jnp.ones_like(rows), inner[0], sizes, tiles=tiles, height=8))
 
 
 def test_shapes_of_two_products_are_those_of_one():
@@ -115,8 +146,9 @@ def test_shapes_of_two_products_are_those_of_one():
     rows = rows[: sum(SIZES) // 8 * 8]
     with pytest.raises(ValueError, match="rows and weights of two products"):
         rows_by_weights(rows, weights, sizes, (rows, weights[:2]), transposed=False, tiles=SMALL["plain"], num_sms=2)
-    with pytest.raises(ValueError, match="columns must be a multiple of 64"):  # of which a warpgroup would have 32
-        swiglu_rows(rows, weights, weights, sizes, projections=False, tiles=Tiles(n=128, split="n"), num_sms=2)
+    with pytest.raises(ValueError, match="a warpgroup's 32 columns of 64"):
+        tiles = Tiles(n=128, split="n")
+        activated_rows(rows, (weights,) * 2, sizes, activation=Activation(), projections=False, tiles=tiles, num_sms=2)
 
 
 @pytest.mark.parametrize(("claimed", "rows_a_rank"), [(False, 1001), (True, 1001), (True, 101)])
@@ -124,16 +156,20 @@ def test_gradients_lower_for_cuda_inside_shard_map(monkeypatch, claimed, rows_a_
     """Layouts, swizzles and barriers of the default tiles are checked by the lowering, which needs no GPU."""
     monkeypatch.setattr(hopper, "on_hopper", lambda: True)
     monkeypatch.setattr(hopper, "in_overlap", lambda: claimed)
-    for kernel in ("rows_by_weights", "rows_by_rows", "swiglu_rows"):
+    for kernel in ("rows_by_weights", "rows_by_rows", "activated_rows"):
         monkeypatch.setattr(hopper, kernel, functools.partial(getattr(hopper, kernel), num_sms=132))
     mesh = jax.make_mesh((2,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
 
     def loss(rows, weights, sizes):
         def on_rank(rows, weights, sizes):
-            hidden = hopper.swiglu(rows, weights, weights[..., ::-1], sizes, rows[:, 0].astype(jnp.float32))
+            hidden = hopper.activated(
+                rows, (weights, weights[..., ::-1]), sizes, row_weights=rows[:, 0].astype(jnp.float32)
+            )
             weights = jnp.swapaxes(weights, 1, 2)
-            out = hopper.two_projections(hidden, weights, -weights, sizes)
-            return hopper.grouped_matmul(out[0] + out[1], weights[:, :512], sizes).astype(jnp.float32).sum()[None]
+            out = hopper.activated(
+                hidden, (weights,), sizes, (rows[:4],), activation=Activation("relu2"), row_weights=None
+            )
+            return hopper.grouped_matmul(out, weights[:, :512], sizes, bias=rows[4:8]).astype(jnp.float32).sum()[None]
 
         specs = (jax.P("ep"),) * 3
         return jax.shard_map(on_rank, mesh=mesh, in_specs=specs, out_specs=jax.P("ep"))(rows, weights, sizes).sum()
@@ -156,12 +192,12 @@ def test_tiles_are_claimed_beside_pending_operations_and_in_their_backward_pass(
         real = getattr(plain_hopper, name)
         return lambda *a, tiles, **k: seen.append(tiles.claimed) or real(*a, tiles=tiles, **k)
 
-    for name in ("rows_by_weights", "rows_by_rows", "swiglu_rows"):
+    for name in ("rows_by_weights", "rows_by_rows", "activated_rows"):
         monkeypatch.setattr(hopper, name, spy(name))
     monkeypatch.setattr(hopper, "supports", lambda rows, weights: True)
 
     def experts(rows):
-        hidden = hopper.swiglu(rows, weights, weights[..., ::-1], sizes)
+        hidden = hopper.activated(rows, (weights, weights[..., ::-1]), sizes)
         return hopper.grouped_matmul(hidden, jnp.swapaxes(weights, 1, 2), sizes)
 
     def gradient(is_pending):
@@ -221,20 +257,56 @@ def test_blocks_of_a_cluster_do_not_claim():
         rows_by_weights(rows, weights, sizes, transposed=False, tiles=tiles, num_sms=2)
 
 
+SHAPES = {  # of experts: hidden size, width
+    "Mixtral": (4096, 14336),
+    "Qwen3-30B-A3B": (2048, 768),
+    "Qwen3-235B-A22B": (4096, 1536),
+    "Qwen3-Next": (2048, 512),
+    "DeepSeek-V3, Kimi K2": (7168, 2048),
+    "gpt-oss": (2880, 2880),
+    "OLMoE": (2048, 1024),
+    "GLM-4.5": (5120, 1536),
+    "GLM-4.5-Air": (4096, 1408),
+    "Llama 4": (5120, 8192),
+}
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_tiles_of_models_waste_little(model):
+    """Columns computed past the last one, of all columns."""
+    hidden, width = SHAPES[model]
+    assert grouped_matmul.why_not(hidden, width, jnp.bfloat16) is None
+    for depth, columns in ((hidden, width), (width, hidden)):
+        plan = hopper.plan(depth, columns)
+        assert plan.forward.swizzle == 128
+        for tiles, size in ((plan.forward, columns), (plan.rows, depth), (plan.weights, columns)):
+            assert -size % tiles.n / size < 0.01
+        assert -columns % (plan.gated.n // 2) / columns < 0.03
+
+
 def test_plans():
-    assert hopper.plan(4096, 1536) is not None
-    assert hopper.plan(1536, 4096) is not None
-    assert hopper.plan(2048, 128) is not None
-    for depth, columns in ((4096, 100), (100, 4096), (4096, 64)):
-        assert hopper.plan(depth, columns) is None
+    assert hopper.plan(2880, 2880).forward.n == 192 and hopper.plan(4096, 1408).forward.n == 128
+    assert hopper.plan(4096, 1536).forward == Tiles() and hopper.plan(4096, 14336).forward == Tiles(band=hopper.BAND)
+    swizzles = {n: hopper.plan(2880, n).forward.swizzle for n in (2880, 1440, 720)}
+    assert swizzles == {2880: 128, 1440: 64, 720: 128}  # 720 is padded up to 768
 
 
 def test_plans_for_few_rows():
     """By the rows of the buffer for each group."""
     many, few = hopper.plan(7168, 2048, 65 * 8, 8), hopper.plan(7168, 2048, 64 * 8, 8)
     assert many == hopper.plan(7168, 2048)
-    assert few == hopper.Plan(hopper.FEW[0], hopper.FEW[0], many.weights, hopper.FEW[0])
+    assert few == hopper.Plan(hopper.FEW[0], hopper.FEW[0], many.weights, hopper.FEW[0], many.sums)
     assert hopper.plan(7168, 128, 2048, 64).forward == hopper.FEW[1]
+
+
+@pytest.mark.parametrize("band", [1, 3, 8])
+@pytest.mark.parametrize("height", [1, 7, 8, 20])
+def test_bands_visit_every_tile_once(band, height):
+    width = 5
+    at = jax.vmap(lambda number: jnp.stack(Tiles(band=band).at(number, height, width)))(jnp.arange(height * width))
+    at = [tuple(int(i) for i in place) for place in at]
+    assert sorted(at) == [(m, n) for m in range(height) for n in range(width)]
+    assert at[: min(band, height)] == [(m, 0) for m in range(min(band, height))]
 
 
 def test_not_on_this_machine():

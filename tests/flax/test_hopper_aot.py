@@ -6,9 +6,12 @@ It needs the plugin of `jax[cuda13]`, as `tests/backends/cuda/test_aot.py`, and 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -23,22 +26,87 @@ TILES = {"few rows, claimed": dataclasses.replace(FEW, claimed=True), "many rows
 """Each tile and each way to share tiles out once; the other pairs have the same code twice."""
 
 
+KERNELS_OF_EXPERTS = 6
+"""Kernels of a forward and a backward pass: equal ones are compiled once."""
+
+
 @pytest.fixture(scope="module")
-def operands():
+def sharding():
     try:
         mesh = gpu_topology.mesh(1, "ep")
     except RuntimeError as reason:
         assert not os.environ.get("XEN_MOE_EXPECT_CUDA"), reason
         pytest.skip(str(reason))
-    return hopper_kernels.operands(NamedSharding(mesh, P()))
+    return NamedSharding(mesh, P())
 
 
 @pytest.mark.parametrize("tiles", TILES)
 @pytest.mark.parametrize("kernel", hopper_kernels.KERNELS)
-def test_machine_code(operands, kernel, tiles, tmp_path, monkeypatch):
+def test_machine_code(sharding, kernel, tiles, tmp_path, monkeypatch):
+    compile_alone(kernel, TILES[tiles], hopper_kernels.operands(sharding), tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("kernel", hopper_kernels.EPILOGUES)
+def test_machine_code_of_epilogues(sharding, kernel, tmp_path, monkeypatch):
+    """Of gpt-oss' shape, whose columns end within a tile."""
+    compile_alone(kernel, MANY, hopper_kernels.operands(sharding, 2880, 2880), tmp_path, monkeypatch)
+
+
+def test_experts_copy_no_weights(sharding, tmp_path, monkeypatch):
+    """Forward and backward pass of gpt-oss' experts: no instruction of XLA reads or writes a matrix of weights, but the
+    kernels do, and the ends of the program."""
+    monkeypatch.setattr(hopper, "on_hopper", lambda: True)
+    for name in ("rows_by_weights", "rows_by_rows", "activated_rows"):
+        kernel = functools.partial(getattr(hopper, name), num_sms=hopper_kernels.SMS)
+        monkeypatch.setattr(hopper, name, kernel)
+    groups, rows, size = hopper_kernels.GROUPS, hopper_kernels.ROWS, 2880
+    activation = hopper.Activation("clipped_swiglu")
+
+    def experts(x, gate, up, down, biases, sizes):
+        inner = hopper.activated(x, (gate, up), sizes, biases[:2], activation=activation)
+        return hopper.grouped_matmul(inner, down, sizes, bias=biases[2])
+
+    def both(x, gate, up, down, biases, sizes):
+        out, pull = jax.vjp(lambda *given: experts(*given, sizes), x, gate, up, down, biases)
+        return out, pull(x)
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    weights, bias = array(groups, size, size), array(groups, size)
+    given = array(rows, size), weights, weights, weights, (bias, bias, bias), array(groups, dtype=jnp.int32)
+    keep_reports(tmp_path, monkeypatch)
+    text = jax.jit(both).lower(*given).compile().as_text()
+    check_reports(tmp_path, KERNELS_OF_EXPERTS)
+    results = re.findall(rf"= \(?bf16\[{groups},{size},{size}\]\S* ([\w-]+)\(", text)
+    assert results.count("parameter") >= 3 and results.count("custom-call") == 3, results
+    assert set(results) <= {"parameter", "custom-call", "get-tuple-element", "bitcast"}, results
+
+
+@pytest.mark.parametrize("kernel", hopper_kernels.KERNELS)
+def test_machine_code_of_narrow_swizzles(sharding, kernel, tmp_path, monkeypatch):
+    """Half of gpt-oss' width: a row of 32 elements is what shared memory holds side by side, and tiles are cut off."""
+    plan = hopper.plan(2880, 1440)
+    tiles = {"swiglu": plan.gated, "gradient_of_rows": plan.rows, "gradient_of_weights": plan.weights}
+    chosen = tiles.get(kernel.__name__, plan.forward)
+    assert chosen.swizzle == 64
+    compile_alone(kernel, chosen, hopper_kernels.operands(sharding, 2880, 1440), tmp_path, monkeypatch)
+
+
+def compile_alone(kernel, tiles, operands, tmp_path, monkeypatch):
+    keep_reports(tmp_path, monkeypatch)
+    hopper_kernels.program(kernel, tiles).lower(operands).compile()
+    check_reports(tmp_path, 1)
+
+
+def keep_reports(tmp_path, monkeypatch):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
-    hopper_kernels.program(kernel, TILES[tiles]).lower(operands).compile()
-    (report,) = (path.read_text() for path in tmp_path.glob("*.ptxas"))
-    assert re.search(r"Used \d+ registers", report) and " 0 bytes spill stores, 0 bytes spill loads" in report
-    assert "serialized" not in report, "ptxas lets each wgmma wait for the one before"
+
+
+def check_reports(tmp_path, count):
+    reports = [path.read_text() for path in tmp_path.glob("*.ptxas")]
+    assert len(reports) == count
+    for report in reports:
+        assert re.search(r"Used \d+ registers", report) and " 0 bytes spill stores, 0 bytes spill loads" in report
+        assert "serialized" not in report, "ptxas lets each wgmma wait for the one before"

@@ -32,7 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from xen_moe_jax.experts import hopper
-from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights, swiglu_rows
+from xen_moe_jax.experts.hopper import SWIGLU
+from xen_moe_jax.pallas_kernels.hopper.rows import activated_rows, rows_by_weights
 from xen_moe_jax.pallas_kernels.hopper.tiles import Tiles
 
 GROUPS, ROWS_A_GROUP, WIDTH, CAPACITY = 32, 2, 2048, 512
@@ -60,7 +61,9 @@ class Chain:
             for number in range(self.length):
                 one, other = weights[number], weights[(number + 1) % len(weights)]
                 if self.kind == "swiglu":
-                    (out,) = swiglu_rows(rows, one, other, sizes, projections=False, tiles=self.tiles)
+                    (out,) = activated_rows(
+                        rows, (one, other), sizes, activation=SWIGLU, projections=False, tiles=self.tiles
+                    )
                 else:
                     out = rows_by_weights(rows, one, sizes, transposed=False, tiles=self.tiles)
                 rows, out = jax.lax.optimization_barrier((rows, out))

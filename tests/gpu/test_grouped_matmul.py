@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from xen_moe_jax.experts import hopper
+from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights
 from xen_moe_jax.pallas_kernels.hopper.tiles import Tiles
 
@@ -138,7 +139,7 @@ def test_swiglu_and_its_gradients(groups, weighted, tiles):
     factors = jax.random.uniform(jax.random.key(9), rows.shape[:1]).at[used:].set(jnp.nan)
 
     def activation(rows, gate, up, factors):
-        return hopper.swiglu(rows, gate, up, sizes, factors if weighted else None)
+        return hopper.activated(rows, (gate, up), sizes, None, factors if weighted else None)
 
     def both(rows, gate, up, factors, cotangent):
         out, pull = jax.vjp(activation, rows, gate, up, factors)
@@ -152,32 +153,97 @@ def test_swiglu_and_its_gradients(groups, weighted, tiles):
     np.testing.assert_array_equal(np.asarray(alone[:used]).view(np.uint16), np.asarray(got[0][:used]).view(np.uint16))
 
 
-@pytest.mark.parametrize("groups", GROUPS)
-def test_two_projections_have_one_gradient_of_rows(groups, tiles):
-    rows, one, sizes, cotangent = operands(GROUPS[groups])
-    other, second = one[:, ::-1], cotangent[:, ::-1]
+SHAPES = {
+    "gpt-oss": (2880, 2880),
+    "half of gpt-oss": (2880, 1440),
+    "padded": (2888, 40),
+    "narrow": (16, 48),
+    "Qwen3-30B": (2048, 768),
+    "wide": (512, 4864),
+}
+"""Hidden size and width; "padded" and "narrow" are no multiples of 32."""
 
-    def both(rows, one, other, cotangents):
-        out, pull = jax.vjp(lambda *given: hopper.two_projections(*given, sizes), rows, one, other)
-        return *out, *pull(cotangents)
 
-    got = jax.jit(both)(rows, one, other, (cotangent, second))
-    first = exact(rows, one, sizes, cotangent)
-    last = exact(rows, other, sizes, second)
-    expected = first[0], last[0], first[1] + last[1], first[2], last[2]
-    compare(("out", "out", "rows", "gate", "up"), got, expected, first[3])
+CASES = [
+    ("gpt-oss", "clipped_swiglu", True),
+    ("gpt-oss", "swiglu", False),
+    ("half of gpt-oss", "geglu", True),
+    ("half of gpt-oss", "relu2", False),
+    ("padded", "swiglu", True),
+    ("padded", "gelu", False),
+    ("narrow", "clipped_swiglu", False),
+    ("narrow", "relu2", True),
+    ("Qwen3-30B", "gelu", True),
+    ("Qwen3-30B", "swiglu", False),
+    ("wide", "geglu", False),
+    ("wide", "swiglu", True),
+]
+"""Shape, activation and whether there are biases: every shape twice, every activation with biases and without."""
+
+
+@pytest.mark.parametrize(("shape", "name", "biased"), CASES)
+def test_experts_of_every_shape(shape, name, biased):
+    """Both matmuls of an expert with its activation: outputs and all gradients beside a float32 loop over groups."""
+    sizes = (77, 0, 1, 130, 300)
+    used, (hidden, width) = sum(sizes), SHAPES[shape]
+    activation = Activation(name)
+    keys = iter(jax.random.split(jax.random.key(7), 12))
+
+    def draw(*shape, scale=1.0):
+        return (jax.random.normal(next(keys), shape) * scale).astype(jnp.bfloat16)
+
+    count = 1 + activation.gated
+    rows, cotangent = draw(used + 8, hidden).at[used:].set(jnp.nan), draw(used + 8, hidden)
+    weights = [draw(len(sizes), hidden, width, scale=hidden**-0.5) for _ in range(count)]
+    down = draw(len(sizes), width, hidden, scale=width**-0.5)
+    biases = [draw(len(sizes), width) for _ in range(count)] + [draw(len(sizes), hidden)] if biased else []
+    factors = jax.random.uniform(next(keys), (used + 8,), minval=0.1)
+
+    def kernels(rows, weights, down, biases, factors):
+        given = jnp.asarray(sizes, jnp.int32)
+        inner = hopper.activated(
+            rows, tuple(weights), given, tuple(biases[:-1]) or None, factors, activation=activation
+        )
+        outer = {"bias": biases[-1], "row_weights": factors} if biases else {}
+        return hopper.grouped_matmul(inner, down, given, **outer)[:used]
+
+    def loop(rows, weights, down, biases, factors):
+        parts, start = [], 0
+        for group, size in enumerate(sizes):
+            part = slice(start, start + size)
+            start += size
+            projections = [jnp.dot(rows[part], w[group], precision="highest") for w in weights]
+            if biases:
+                projections = [p + b[group] for p, b in zip(projections, biases, strict=False)]
+            inner = activation(*projections) * factors[part, None]
+            out = jnp.dot(inner, down[group], precision="highest")
+            parts.append(out + (biases[-1][group] * factors[part, None] if biases else 0))
+        return jnp.concatenate(parts)
+
+    def both(function, operands):
+        out, pull = jax.vjp(function, *operands)
+        return out, pull(cotangent[:used].astype(out.dtype))
+
+    got = jax.jit(lambda *operands: both(kernels, operands))(rows, weights, down, biases, factors)
+    exact = jax.tree.map(lambda a: a.astype(jnp.float32), (rows, weights, down, biases, factors))
+    expected = jax.jit(lambda *operands: both(loop, operands))(*exact)
+    for path, other in jax.tree_util.tree_leaves_with_path(expected):
+        one = functools.reduce(lambda tree, key: tree[key.idx], path, got)
+        one, other = (np.asarray(a, np.float32)[:used] for a in (one, other))
+        scale = max(np.abs(other).max(initial=0.0), 1e-3)
+        np.testing.assert_allclose(one / scale, other / scale, atol=0.02, err_msg=jax.tree_util.keystr(path))
 
 
 @pytest.mark.parametrize(
     "tiling", ["no clusters", "clusters m", "no delay", "split n", "half as high", "half as high, claimed"]
 )
 def test_tilings_of_swiglu(tiling, monkeypatch):
-    monkeypatch.setattr(hopper, "SWIGLU", TILINGS[tiling])
+    monkeypatch.setattr(hopper, "GATED", TILINGS[tiling])
     monkeypatch.setattr(hopper, "in_overlap", lambda: TILINGS[tiling].claimed)  # or the plan would not claim
     rows, gate, sizes, cotangent = operands((1, 700, 9, 3000), depth=512)
     used = int(sizes.sum())
     factors = jax.random.uniform(jax.random.key(9), rows.shape[:1])
-    got = jax.jit(lambda *given: hopper.swiglu(*given, sizes, factors))(rows, gate, gate[:, ::-1])
+    got = jax.jit(lambda r, *weights: hopper.activated(r, weights, sizes, None, factors))(rows, gate, gate[:, ::-1])
     expected = exact_swiglu(rows, gate, gate[:, ::-1], sizes, factors, cotangent)[0]
     compare(("out",), (got,), (expected,), used)
 
@@ -214,5 +280,3 @@ def test_what_it_does_not_support_is_an_error():
     rows, weights, sizes, _ = operands((77, 13))
     with pytest.raises(ValueError, match="grouped_matmul='hopper'.*use 'auto'"):
         hopper.grouped_matmul(rows.astype(jnp.float32), weights.astype(jnp.float32), sizes)
-    with pytest.raises(ValueError, match="multiples of 128"):
-        hopper.grouped_matmul(rows, weights[..., :100], sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,15 @@ def unspecified(array, sizes):
     return jnp.where((jnp.arange(array.shape[0]) < jnp.sum(sizes))[:, None], array, jnp.nan)
 
 
-def rows_by_weights(rows, weights, sizes, also=None, *, transposed, tiles, num_sms=None):
+def of_group(array, sizes, rows):
+    """The row of `array [L, B]` of each row's group -> `[C, B]`, float32."""
+    mine = groups_of(sizes, rows).astype(jnp.float32)
+    return jnp.dot(mine.T, array.astype(jnp.float32), precision="highest")
+
+
+def rows_by_weights(
+    rows, weights, sizes, also=None, bias=None, row_weights=None, *, transposed, tiles, num_sms=None, rounded=True
+):
     total = 0.0
     for left, right in [(rows, weights)] + ([] if also is None else [also]):
         right = jnp.swapaxes(right, 1, 2) if transposed else right
@@ -35,24 +44,31 @@ def rows_by_weights(rows, weights, sizes, also=None, *, transposed, tiles, num_s
             jnp.dot(only(left, mine[group]), right[group], precision="highest", preferred_element_type=jnp.float32)
             for group in range(right.shape[0])
         )
-    return unspecified(total, sizes).astype(rows.dtype)
+    if bias is not None:
+        added = of_group(bias, sizes, rows.shape[0])
+        total = total + (added if row_weights is None else added * row_weights[:, None])
+    total = unspecified(total, sizes)
+    return total.astype(rows.dtype) if rounded else total
 
 
-def rows_by_rows(rows, others, sizes, *, tiles, num_sms=None):
+def rows_by_rows(rows, others, sizes, *, tiles, height=None, num_sms=None):
     mine = groups_of(sizes, rows.shape[0])
     products = [
         jnp.dot(only(rows, m).T, only(others, m), precision="highest", preferred_element_type=jnp.float32) for m in mine
     ]
-    return jnp.stack(products).astype(rows.dtype)
+    return jnp.stack(products).astype(rows.dtype)[:, :height]
 
 
-def swiglu_rows(rows, gate, up, sizes, row_weights=None, *, projections, tiles, num_sms=None):
-    g, u = (rows_by_weights(rows, w, sizes, transposed=False, tiles=tiles) for w in (gate, up))
-    out = jax.nn.silu(g.astype(jnp.float32)) * u.astype(jnp.float32)
+def activated_rows(
+    rows, weights, sizes, biases=None, row_weights=None, *, activation, projections, tiles, num_sms=None
+):
+    run = functools.partial(rows_by_weights, rows, transposed=False, tiles=tiles, rounded=False)
+    of = [run(w, sizes, bias=bias) for w, bias in zip(weights, biases or (None,) * len(weights), strict=True)]
+    out = activation(*of)
     if row_weights is not None:
         out = out * row_weights[:, None]
-    out = unspecified(out, sizes).astype(rows.dtype)
-    return (out, g, u) if projections else (out,)
+    out = unspecified(out, sizes)
+    return tuple(a.astype(rows.dtype) for a in ((out, *of) if projections else (out,)))
 
 
 @contextlib.contextmanager
@@ -61,9 +77,9 @@ def in_the_kernels_place():
     anew."""
     jax.clear_caches()
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("rows_by_weights", "rows_by_rows", "swiglu_rows"):
+        for name in ("rows_by_weights", "rows_by_rows", "activated_rows"):
             patch.setattr(hopper, name, globals()[name])
-        patch.setattr(hopper, "plan", lambda *shape: hopper.Plan(*[hopper.SWIGLU] * 3))
+        patch.setattr(hopper, "plan", lambda *shape: hopper.Plan(*[hopper.GATED] * 3))
         patch.setattr(hopper, "supports", lambda rows, weights: True)
         patch.setattr(grouped_matmul, "auto", hopper.grouped_matmul)
         yield

@@ -3,15 +3,19 @@
 Both gradients are kernels too: that of the rows reads the weights transposed as they lie, that of the weights
 contracts the rows of each group. Sums are in float32, results in the dtype of the operands.
 
-Two projections of the same rows have one gradient of the rows: both products are added up in one accumulator, and
-neither is stored. The two projections of SwiGLU are multiplied side by side, and the activation is stored with or
-without them.
+The two projections of gated experts are multiplied side by side, and the activation is stored with or without them.
+They have one gradient of the rows: both products are added up in one accumulator, and neither is stored. Biases are
+added where the sums are stored. A bias' gradient, the sum over a group's rows, is a contraction with ones.
+
+Hidden sizes and widths may be any multiples of 32. Others are padded up to a multiple of 64, by a copy of the weights
+in every call.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -20,32 +24,46 @@ import jax.numpy as jnp
 from xen_moe_jax._jax_internals import varying_axes
 from xen_moe_jax._mesh import vary, vary_alike
 from xen_moe_jax._overlap import in_overlap
+from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
-from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights, swiglu_rows
-from xen_moe_jax.pallas_kernels.hopper.tiles import ROW_ALIGNMENT, Tiles
+from xen_moe_jax.pallas_kernels.hopper.rows import activated_rows, rows_by_weights
+from xen_moe_jax.pallas_kernels.hopper.tiles import COLUMN_ALIGNMENT, ROW_ALIGNMENT, Tiles
 
 DTYPES = ("bfloat16", "float16")
 COMPUTE_CAPABILITY = "9.0"
-PREFERRED = (Tiles(), Tiles(n=128, stages=6))
-"""The first that divides the shapes. The times of twelve are in benchmarks/results/grouped_matmul_h200.json. Pairs of
-blocks that share their loads (`Tiles(cluster="m")`) are 2 to 5 % faster on groups of 2048 rows; a layer gains nothing
-by them (docs/lab/layers.md), and tiles twice as high fit small groups worse."""
-SWIGLU = Tiles()
+PREFERRED = (Tiles(), Tiles(n=192), Tiles(n=128, stages=6))
+"""Tiles by their widths. The times of twelve are in benchmarks/results/grouped_matmul_h200.json. Pairs of blocks that
+share their loads (`Tiles(cluster="m")`) are 2 to 5 % faster on groups of 2048 rows; a layer gains nothing by them
+(docs/lab/layers.md), and tiles twice as high fit small groups worse."""
+COSTS = {256: 1.0, 192: 1.02, 128: 1.06}
+"""Relative time of a column in tiles of each width: narrower tiles load more for each multiplication."""
+GATED = Tiles()
 """Tiles of the kernel that multiplies both projections: half of a tile's columns belong to each projection."""
 FEW_ROWS = 64
 """Rows a group (by the size of the buffer) up to which loading the weights takes longer than multiplying by them."""
 FEW = (Tiles(m=64, split="n"), Tiles(m=64, n=128, stages=8, split="n"))
-"""PREFERRED and SWIGLU for few rows: half as high, so that fewer unused rows are multiplied and stored."""
+"""PREFERRED and GATED for few rows: half as high, so that fewer unused rows are multiplied and stored."""
+SWIGLU = Activation()
+SUMS = Tiles(m=64, split="n")
+"""Tiles of the contraction with ones: as low as tiles can be, since all rows but one or two are zeros."""
+BAND_FROM, BAND = 16, 8
+"""With more columns of tiles than `BAND_FROM`, tiles are computed in bands of `BAND` rows of tiles. Row by row, all
+columns of one row of tiles would be computed at a time, and every row of tiles would read the weights from memory
+again."""
+PADDED = 64
+"""Sizes that are no multiples of `COLUMN_ALIGNMENT` are padded up to a multiple of this."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Tiles of the kernels: forward, gradient of the rows, gradient of the weights, and SwiGLU forward."""
+    """Tiles of the kernels: forward, gradient of the rows, gradient of the weights, two projections side by side, and
+    gradient of the biases."""
 
     forward: Tiles
     rows: Tiles
     weights: Tiles
-    swiglu: Tiles = SWIGLU
+    gated: Tiles = GATED
+    sums: Tiles = SUMS
 
 
 @functools.cache
@@ -55,173 +73,236 @@ def on_hopper() -> bool:
     return device.platform == "gpu" and getattr(device, "compute_capability", "") == COMPUTE_CAPABILITY
 
 
-def plan(depth: int, columns: int, rows: int | None = None, groups: int = 1) -> Plan | None:
-    """Tiles for `[rows, depth]` times weights `[groups, depth, columns]`; None where the kernels have none.
+def plan(depth: int, columns: int, rows: int | None = None, groups: int = 1) -> Plan:
+    """Tiles for `[rows, depth]` times weights `[groups, depth, columns]`.
 
     Beside pending operations (`xm.overlap`) thread blocks claim their tiles one by one, in the backward pass too.
     """
     few = rows is not None and rows <= FEW_ROWS * groups
     of_rows = FEW if few else PREFERRED
+    common = math.gcd(_padded(depth), _padded(columns)) * 2
+    swizzle = next(width for width in (128, 64) if common % width == 0)
 
-    def fits(preferred: tuple[Tiles, ...], height: int | None, width: int, depth: int | None) -> Tiles | None:
-        for tiles in preferred:
-            if (
-                width % tiles.cluster_n == 0
-                and (height is None or height % tiles.cluster_m == 0)
-                and (depth is None or depth % tiles.k == 0)
-            ):
-                return tiles
-        return None
+    def best(candidates: tuple[Tiles, ...], width: int, beside: int = 1) -> Tiles:
+        chosen = min(candidates, key=lambda tiles: -(-width // tiles.n) * tiles.n * COSTS[tiles.n])
+        band = BAND if chosen.m > SUMS.m and -(-width * beside // chosen.n) > BAND_FROM else 1
+        return dataclasses.replace(chosen, band=band, swizzle=swizzle, claimed=in_overlap())
 
-    found = (
-        fits(of_rows, None, columns, depth),
-        fits(of_rows, None, depth, columns),
-        fits(PREFERRED, depth, columns, None),
+    return Plan(
+        forward=best(of_rows, columns),
+        rows=best(of_rows, depth),
+        weights=best(PREFERRED, columns),
+        gated=best((FEW[0] if few else GATED,), columns, 2),
+        sums=best((SUMS,), columns),
     )
-    swiglu = FEW[0] if few else SWIGLU
-    kinds = [dataclasses.replace(tiles, claimed=in_overlap()) for tiles in (*found, swiglu) if tiles is not None]
-    return Plan(*kinds) if len(kinds) == len(dataclasses.fields(Plan)) else None
 
 
-def _plan_for(rows: jax.Array, weights: jax.Array) -> Plan | None:
+def _plan_for(rows: jax.Array, weights: jax.Array) -> Plan:
     groups, depth, columns = weights.shape
     return plan(depth, columns, rows.shape[0], groups)
 
 
+def why_not(rows: jax.ShapeDtypeStruct | jax.Array, weights: jax.ShapeDtypeStruct | jax.Array) -> str | None:
+    """Returns why the kernels cannot multiply operands of these shapes and dtypes on a Hopper GPU, or None."""
+    if rows.dtype != weights.dtype:
+        return f"the rows are {rows.dtype.name} and the weights {weights.dtype.name}: they must be of one dtype"
+    if rows.dtype.name not in DTYPES:
+        return f"{rows.dtype.name} is none of {' and '.join(DTYPES)}: set MoEConfig.dtype"
+    if 0 in rows.shape or 0 in weights.shape:
+        return "an operand is empty"
+    return None
+
+
+def copied_bytes(depth: int, columns: int, groups: int, dtype: Any) -> int:
+    """Bytes of the padded copy of weights `[groups, depth, columns]` that every call makes; 0 if it makes none."""
+    if (_padded(depth), _padded(columns)) == (depth, columns):
+        return 0
+    return groups * _padded(depth) * _padded(columns) * jnp.dtype(dtype).itemsize
+
+
 def supports(rows: jax.Array, weights: jax.Array) -> bool:
     """True if the kernels can multiply operands of these shapes and dtypes on this machine."""
-    return (
-        rows.dtype == weights.dtype
-        and rows.dtype.name in DTYPES
-        and rows.shape[0] > 0
-        and on_hopper()
-        and _plan_for(rows, weights) is not None
-    )
+    return on_hopper() and why_not(rows, weights) is None
 
 
 def grouped_matmul(
-    rows: jax.Array, weights: jax.Array, group_sizes: jax.Array, plan_of: Plan | None = None
+    rows: jax.Array,
+    weights: jax.Array,
+    group_sizes: jax.Array,
+    plan_of: Plan | None = None,
+    *,
+    bias: jax.Array | None = None,
+    row_weights: jax.Array | None = None,
 ) -> jax.Array:
     """Rows `[C, A]` times the weights `[L, A, B]` of their groups -> `[C, B]`; bfloat16 or float16.
 
+    Adds the `bias [L, B]` of the group if given, times float32 `row_weights [C]` if given, before it rounds.
+
     Raises ValueError where the kernels do not support the operands: `supports`.
     """
-    chosen = plan_of or _plan_for(rows, weights)
-    if chosen is None or not supports(rows, weights):
+    if not supports(rows, weights):
+        reason = why_not(rows, weights) or f"{jax.devices()[0].device_kind} is no Hopper GPU"
         raise ValueError(
             f"grouped_matmul='hopper': rows {rows.dtype}{list(rows.shape)}, weights {weights.dtype}"
-            f"{list(weights.shape)}: needs a Hopper GPU, one dtype of {DTYPES}, and widths that are multiples of 128; "
-            "use 'auto'"
+            f"{list(weights.shape)}: {reason}; needs a Hopper GPU and one dtype of {DTYPES}; use 'auto'"
         )
-    padded, weights, group_sizes = vary_alike(_whole_tiles(rows), weights, group_sizes)
-    return _multiply(chosen, padded, weights, group_sizes)[: rows.shape[0]]
+    chosen = plan_of or _plan_for(rows, weights)
+    given = (_whole(rows, 0, 1), _whole(weights, 1, 2), _whole(bias, 1), _whole(row_weights, 0), group_sizes)
+    out = _multiply(chosen, *_vary_alike(*given))
+    return out[: rows.shape[0], : weights.shape[2]]
 
 
-def two_projections(
-    rows: jax.Array, one: jax.Array, other: jax.Array, group_sizes: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """`grouped_matmul` of rows `[C, A]` with each of two weights `[L, A, B]` -> two of `[C, B]`; `supports` holds."""
-    chosen = _plan_for(rows, one)
-    assert chosen is not None
-    padded, *operands = vary_alike(_whole_tiles(rows), one, other, group_sizes)
-    first, second = _multiply_two(chosen, padded, *operands)
-    return first[: rows.shape[0]], second[: rows.shape[0]]
-
-
-def swiglu(
-    rows: jax.Array, gate: jax.Array, up: jax.Array, group_sizes: jax.Array, row_weights: jax.Array | None = None
+def activated(
+    rows: jax.Array,
+    weights: tuple[jax.Array, ...],
+    group_sizes: jax.Array,
+    biases: tuple[jax.Array, ...] | None = None,
+    row_weights: jax.Array | None = None,
+    *,
+    activation: Activation = SWIGLU,
 ) -> jax.Array:
-    """`silu(rows @ gate) * (rows @ up)`, times `row_weights` if given, in float32 and rounded once; `supports` holds.
+    """The activation of the rows' projections, times `row_weights` if given, in float32 and rounded once.
+
+    `supports` must hold for the rows and each of the weights.
 
     Args:
       rows: `[C, A]`, bfloat16 or float16.
-      gate, up: `[L, A, F]`.
+      weights: `[L, A, F]`, `gate` and `up`, or `up` alone where the activation is not gated.
       group_sizes: int32 `[L]`.
+      biases: `[L, F]`, one for each of the weights.
       row_weights: float32 `[C]`.
 
     Returns:
       `[C, F]`. Its derivatives take the projections as they are in the dtype of the rows.
     """
-    chosen = _plan_for(rows, gate)
-    assert chosen is not None
-    weighted = [] if row_weights is None else [_whole_tiles(row_weights)]
-    padded, *operands = vary_alike(_whole_tiles(rows), gate, up, group_sizes, *weighted)
-    return _swiglu(chosen, padded, *operands, *([] if weighted else [None]))[: rows.shape[0]]
+    chosen, count = _plan_for(rows, weights[0]), len(weights)
+    if count != 1 + activation.gated:
+        raise ValueError(f"activated: {count} weights: {activation.name!r} has {1 + activation.gated}")
+    padded = [_whole(w, 1, 2) for w in weights] + [_whole(bias, 1) for bias in biases or ()]
+    varying = _vary_alike(_whole(rows, 0, 1), *padded, _whole(row_weights, 0), group_sizes)
+    padded_rows, *both, factors, group_sizes = varying
+    added = tuple(both[count:]) or None
+    out = _activated(chosen, activation, padded_rows, tuple(both[:count]), added, factors, group_sizes)
+    return out[: rows.shape[0], : weights[0].shape[2]]
 
 
-def _whole_tiles(array: jax.Array) -> jax.Array:
-    """Pads rows with zeros to a multiple of `ROW_ALIGNMENT`."""
-    extra = -array.shape[0] % ROW_ALIGNMENT
-    return jnp.pad(array, ((0, extra), *[(0, 0)] * (array.ndim - 1))) if extra else array
+def _padded(size: int) -> int:
+    """Returns the size that the kernels multiply in place of `size`."""
+    return size if size % COLUMN_ALIGNMENT == 0 else -(-size // PADDED) * PADDED
+
+
+def _whole(array: jax.Array | None, *axes: int) -> Any:
+    """Pads `axes` with zeros to sizes that the kernels take: axis 0 counts rows, the other axes count columns."""
+    if array is None:
+        return None
+    extra = {
+        axis: -array.shape[0] % ROW_ALIGNMENT if axis == 0 else _padded(n) - n for axis, n in enumerate(array.shape)
+    }
+    widths = [(0, extra[axis] if axis in axes else 0) for axis in range(array.ndim)]
+    return jnp.pad(array, widths) if any(more for _, more in widths) else array
+
+
+def _vary_alike(*arrays: Any) -> list[Any]:
+    """Applies `vary_alike` to the arrays that are not None."""
+    varying = iter(vary_alike(*(array for array in arrays if array is not None)))
+    return [None if array is None else next(varying) for array in arrays]
+
+
+def _sum_of_groups(chosen: Plan, rows: Any, group_sizes: Any, row_weights: Any = None) -> Any:
+    """The sum over each group's `rows [C, B]`, times `row_weights [C]` if given -> `[L, B]` in their dtype."""
+    ones = jnp.ones(rows.shape[:1], jnp.float32) if row_weights is None else row_weights
+    high = ones.astype(rows.dtype)
+    low = (ones - high.astype(jnp.float32)).astype(rows.dtype)  # the remainder of the rounding is a factor, too
+    factors = jnp.where(jnp.arange(PADDED) == 0, high[:, None], jnp.where(jnp.arange(PADDED) == 1, low[:, None], 0))
+    factors = vary(factors.astype(rows.dtype), varying_axes(rows))
+    sums = rows_by_rows(factors, rows, group_sizes, tiles=chosen.sums, height=ROW_ALIGNMENT)
+    return vary(sums[:, 0] if row_weights is None else sums[:, 0] + sums[:, 1], varying_axes(rows))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(chosen: Plan, rows: Any, weights: Any, group_sizes: Any) -> Any:
-    out = rows_by_weights(rows, weights, group_sizes, transposed=False, tiles=chosen.forward)
+def _multiply(chosen: Plan, rows: Any, weights: Any, bias: Any, row_weights: Any, group_sizes: Any) -> Any:
+    out = rows_by_weights(
+        rows, weights, group_sizes, bias=bias, row_weights=row_weights, transposed=False, tiles=chosen.forward
+    )
     return vary(out, varying_axes(rows))
 
 
-def _forward(chosen: Plan, rows: Any, weights: Any, group_sizes: Any) -> tuple[Any, Any]:
-    return _multiply(chosen, rows, weights, group_sizes), (rows, weights, group_sizes)
+def _forward(chosen: Plan, *operands: Any) -> tuple[Any, Any]:
+    return _multiply(chosen, *operands), operands
 
 
-def _backward(chosen: Plan, kept: Any, cotangent: Any) -> tuple[Any, Any, None]:
-    rows, weights, group_sizes = kept
+def _backward(chosen: Plan, kept: Any, cotangent: Any) -> tuple[Any, ...]:
+    rows, weights, bias, row_weights, group_sizes = kept
     by_rows = rows_by_weights(cotangent, weights, group_sizes, transposed=True, tiles=chosen.rows)
     by_weights = rows_by_rows(rows, cotangent, group_sizes, tiles=chosen.weights)
-    return vary(by_rows, varying_axes(rows)), vary(by_weights, varying_axes(weights)), None
+    by_bias = None if bias is None else _sum_of_groups(chosen, cotangent, group_sizes, row_weights)
+    by_row_weights = None
+    if row_weights is not None:
+        by_row_weights = jnp.zeros_like(row_weights) if bias is None else _by_rows_of(bias, group_sizes, cotangent)
+    return vary(by_rows, varying_axes(rows)), vary(by_weights, varying_axes(weights)), by_bias, by_row_weights, None
+
+
+def _by_rows_of(bias: Any, group_sizes: Any, cotangent: Any) -> Any:
+    """Each row of `cotangent [C, B]` times its group's `bias [L, B]`, the sum -> float32 `[C]`; zero past the last."""
+    ends = jnp.cumsum(group_sizes)
+    row = jnp.arange(cotangent.shape[0], dtype=jnp.int32)[:, None]
+    mine = (row < ends[None, :]) & (row >= (ends - group_sizes)[None, :])
+    used = row < ends[-1]
+    products = jnp.dot(jnp.where(used, cotangent, 0), bias.T, preferred_element_type=jnp.float32)
+    return jnp.sum(jnp.where(mine, products, 0), axis=1)
 
 
 _multiply.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply_two(chosen: Plan, rows: Any, one: Any, other: Any, group_sizes: Any) -> Any:
-    return tuple(_multiply(chosen, rows, weights, group_sizes) for weights in (one, other))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _activated(
+    chosen: Plan, activation: Activation, rows: Any, weights: Any, biases: Any, row_weights: Any, group_sizes: Any
+) -> Any:
+    return _activated_and(chosen, activation, False, rows, weights, biases, row_weights, group_sizes)[0]
 
 
-def _two_forward(chosen: Plan, rows: Any, one: Any, other: Any, group_sizes: Any) -> tuple[Any, Any]:
-    return _multiply_two(chosen, rows, one, other, group_sizes), (rows, one, other, group_sizes)
-
-
-def _two_backward(chosen: Plan, kept: Any, cotangents: Any) -> tuple[Any, ...]:
-    rows, one, other, group_sizes = kept
-    by_rows = rows_by_weights(
-        cotangents[0], one, group_sizes, (cotangents[1], other), transposed=True, tiles=chosen.rows
+def _activated_and(
+    chosen: Plan,
+    activation: Activation,
+    projections: bool,
+    rows: Any,
+    weights: Any,
+    biases: Any,
+    factors: Any,
+    sizes: Any,
+) -> list[Any]:
+    """The activation, and the projections if asked for."""
+    tiles = chosen.gated if activation.gated else chosen.forward
+    results = activated_rows(
+        rows, weights, sizes, biases, factors, activation=activation, projections=projections, tiles=tiles
     )
-    by_weights = [
-        vary(rows_by_rows(rows, cotangent, group_sizes, tiles=chosen.weights), varying_axes(rows))
-        for cotangent in cotangents
-    ]
-    return vary(by_rows, varying_axes(rows)), *by_weights, None
+    return [vary(result, varying_axes(rows)) for result in results]
 
 
-_multiply_two.defvjp(_two_forward, _two_backward)
+def _activated_forward(chosen: Plan, activation: Activation, *operands: Any) -> tuple[Any, Any]:
+    out, *projections = _activated_and(chosen, activation, True, *operands)
+    return out, (*operands, projections)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _swiglu(chosen: Plan, rows: Any, gate: Any, up: Any, group_sizes: Any, row_weights: Any) -> Any:
-    (out,) = swiglu_rows(rows, gate, up, group_sizes, row_weights, projections=False, tiles=chosen.swiglu)
-    return vary(out, varying_axes(rows))
-
-
-def _swiglu_forward(chosen: Plan, rows: Any, gate: Any, up: Any, group_sizes: Any, row_weights: Any) -> tuple[Any, Any]:
-    results = swiglu_rows(rows, gate, up, group_sizes, row_weights, projections=True, tiles=chosen.swiglu)
-    out, *projections = (vary(result, varying_axes(rows)) for result in results)
-    return out, (rows, gate, up, group_sizes, row_weights, projections)
-
-
-def _swiglu_backward(chosen: Plan, kept: Any, cotangent: Any) -> tuple[Any, ...]:
-    rows, gate, up, group_sizes, row_weights, projections = kept
-    g, u, by_out = (a.astype(jnp.float32) for a in (*projections, cotangent))
-    sigmoid = jax.nn.sigmoid(g)
+def _activated_backward(chosen: Plan, activation: Activation, kept: Any, cotangent: Any) -> tuple[Any, ...]:
+    rows, weights, biases, row_weights, group_sizes, projections = kept
+    *inputs, by_out = (a.astype(jnp.float32) for a in (*projections, cotangent))
     by_row_weights = None
     if row_weights is not None:
-        by_row_weights = jnp.sum(g * sigmoid * u * by_out, axis=-1)
+        by_row_weights = jnp.sum(activation(*inputs) * by_out, axis=-1)
         by_out = by_out * row_weights[:, None]
-    by_projections = by_out * u * sigmoid * (1 + g * (1 - sigmoid)), by_out * g * sigmoid
-    by_projections = tuple(a.astype(rows.dtype) for a in by_projections)
-    return *_two_backward(chosen, (rows, gate, up, group_sizes), by_projections), by_row_weights
+    by_projections = [a.astype(rows.dtype) for a in activation.gradients(by_out, *inputs)]
+    first, *more = zip(by_projections, weights, strict=True)
+    also = more[0] if more else None
+    by_rows = rows_by_weights(*first, group_sizes, also, transposed=True, tiles=chosen.rows)
+    by_weights = tuple(
+        vary(rows_by_rows(rows, by, group_sizes, tiles=chosen.weights), varying_axes(rows)) for by in by_projections
+    )
+    by_biases = None
+    if biases is not None:
+        by_biases = tuple(_sum_of_groups(chosen, by, group_sizes) for by in by_projections)
+    return vary(by_rows, varying_axes(rows)), by_weights, by_biases, by_row_weights, None
 
 
-_swiglu.defvjp(_swiglu_forward, _swiglu_backward)
+_activated.defvjp(_activated_forward, _activated_backward)

@@ -125,20 +125,16 @@ def inner_rows(
     config: ExpertFunction, x: jax.Array, group_sizes: jax.Array, weights: Weights, row_weights: jax.Array | None = None
 ) -> jax.Array:
     """First half of `grouped_experts`: the activation of the rows' projections, times `row_weights`, `[C, F]`."""
+    weights, names = _wide(config, weights, ("gate", "up"), x.dtype), _names(config)
+    if all(grouped_matmul.by_hopper(config.grouped_matmul, x, weights[name]) for name in names):
+        activation = hopper.Activation(config.activation, config.activation_limit, config.activation_alpha)
+        given = tuple(weights[f"{name}_bias"] for name in names) if config.expert_bias else None
+        both = tuple(weights[name] for name in names)
+        return hopper.activated(x, both, group_sizes, given, row_weights, activation=activation)
     matmul = grouped_matmul.choose(config.grouped_matmul)
-    weights = _wide(config, weights, ("gate", "up"), x.dtype)
     biases = _Biases(config, x, group_sizes, weights)
-    row_weights = biases.used_weights(row_weights)
-
-    both_at_once = config.gated and grouped_matmul.by_hopper(config.grouped_matmul, x, weights["gate"])
-    if both_at_once and config.activation == "swiglu" and not config.expert_bias:
-        return hopper.swiglu(x, weights["gate"], weights["up"], group_sizes, row_weights)
-    if both_at_once:
-        projections = [*hopper.two_projections(x, weights["gate"], weights["up"], group_sizes)]
-    else:
-        projections = [matmul(x, weights[name], group_sizes) for name in _names(config)]
-    biased = [biases.add(rows, name) for rows, name in zip(projections, _names(config))]
-    return _activated(config, biased, row_weights)
+    projections = [biases.add(matmul(x, weights[name], group_sizes), name) for name in names]
+    return _activated(config, projections, biases.used_weights(row_weights))
 
 
 def outer_rows(
@@ -150,6 +146,9 @@ def outer_rows(
 ) -> jax.Array:
     """Second half of `grouped_experts`: `inner_rows [C, F]` times `down`, plus its bias times `row_weights`."""
     weights = _wide(config, weights, ("down",), inner.dtype)
+    if config.expert_bias and grouped_matmul.by_hopper(config.grouped_matmul, inner, weights["down"]):
+        bias = weights["down_bias"]
+        return hopper.grouped_matmul(inner, weights["down"], group_sizes, bias=bias, row_weights=row_weights)
     out = grouped_matmul.choose(config.grouped_matmul)(inner, weights["down"], group_sizes)
     biases = _Biases(config, inner, group_sizes, weights)
     return biases.add(out, "down", biases.used_weights(row_weights))

@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from xen_moe_jax import _validate
 from xen_moe_jax._command_line import Parser
 from xen_moe_jax._spec import exact_capacity, worst_case_capacity
+from xen_moe_jax.experts import grouped_matmul
 from xen_moe_jax.flax._chunks import Chunk, through_experts
 from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._parameters import ROUTER_PARAMETERS, parameter_table
@@ -173,6 +174,9 @@ def render(config: MoEConfig, num_tokens: int, num_ranks: int, dtype: Any = jnp.
         large = sorted((b for b in buffers if 100 * b.nbytes >= total(buffers)), key=lambda b: -b.nbytes)
         rest = (total(buffers) - total(large)) / 2**20
         lines.append(f"| {name} | {', '.join(map(described, large))} | {rest:.2f} |")
+    local = -(-config.num_experts // num_ranks)
+    answer = grouped_matmul.on_hopper(config.hidden_size, config.intermediate_size, config.dtype or dtype, local)
+    lines += ["", f"On a Hopper GPU: {answer.detail}."]
     return "\n".join(lines)
 
 

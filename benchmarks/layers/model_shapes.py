@@ -1,0 +1,339 @@
+"""The experts of published models on one Hopper GPU: this library's grouped matmuls beside `torch._grouped_mm`.
+
+    python benchmarks/layers/model_shapes.py --json benchmarks/results/model_shapes_h100.json [--only gpt-oss-120b]
+
+A line has the experts of one rank with 8,192 to 32,768 rows in random groups (`MODELS`): gate and up with the
+activation, down, and both with all gradients. TFLOP/s count the multiplications of the matmuls alone. A time is the
+median of repeats, each of several calls queued at once. torch multiplies gate and up as one matmul, without activation
+and biases, forward and with its gradients.
+
+Every model has a process of its own, which compiles while others do, and all processes measure one after the other.
+With `--variants` the same experts are measured with other tiles as well (`VARIANTS`), where these are other tiles. The
+JSON file is written after every line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+CALLS, REPEATS = 5, 5
+MODELS: dict[str, tuple[int, int, int, int, str, bool]] = {
+    # hidden, width, experts of the rank, rows, activation, biases
+    "H 4096, I 1536, 64 experts": (4096, 1536, 64, 32768, "swiglu", False),
+    "gpt-oss-120b": (2880, 2880, 64, 16384, "clipped_swiglu", True),
+    "Qwen3-30B-A3B": (2048, 768, 64, 32768, "swiglu", False),
+    "DeepSeek-V3, 32 experts": (7168, 2048, 32, 32768, "swiglu", False),
+    "Mixtral 8x7B": (4096, 14336, 4, 8192, "swiglu", False),
+    "H 4096, I 1536, 16 experts": (4096, 1536, 16, 32768, "swiglu", False),
+    "gpt-oss-20b": (2880, 2880, 16, 16384, "clipped_swiglu", True),
+    "Qwen3-235B-A22B": (4096, 1536, 32, 32768, "swiglu", False),
+    "Qwen3-Next": (2048, 512, 128, 32768, "swiglu", False),
+    "OLMoE": (2048, 1024, 32, 32768, "swiglu", False),
+    "GLM-4.5": (5120, 1536, 32, 32768, "swiglu", False),
+    "Kimi K2, 32 experts": (7168, 2048, 32, 16384, "swiglu", False),
+    "Llama 4 Scout": (5120, 8192, 8, 8192, "swiglu", False),
+}
+VARIANTS = ("row by row", "256 wide")
+"""Tiles without bands, and tiles of 256 columns alone."""
+PARTS = ("gate and up", "down", "forward and backward")
+MATMULS = {"gate and up": 2, "down": 1, "forward and backward": 9}
+
+
+def sizes_of(experts: int, rows: int) -> list[int]:
+    """Returns random group sizes that add up to `rows`."""
+    import numpy as np
+
+    return np.random.default_rng(0).multinomial(rows, [1 / experts] * experts).tolist()
+
+
+def median_us(call: Callable[[], Any], wait: Callable[[Any], None]) -> float:
+    wait(call())
+    wait(call())
+    times = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        for _ in range(CALLS):
+            out = call()
+        wait(out)
+        times.append((time.perf_counter() - began) / CALLS * 1e6)
+    return statistics.median(times)
+
+
+@contextlib.contextmanager
+def tiles_of(variant: str | None) -> Iterator[None]:
+    """Chooses the tiles of a variant for the programs that are traced in this context."""
+    from xen_moe_jax.experts import hopper
+
+    if variant is None:
+        yield
+        return
+    changes: dict[str, dict[str, Any]] = {
+        "row by row": {"BAND_FROM": sys.maxsize},
+        "256 wide": {"PREFERRED": hopper.PREFERRED[:1]},
+    }
+    with mock.patch.multiple(hopper, **changes[variant]):
+        yield
+
+
+def differs(name: str, variant: str) -> bool:
+    """True if the variant has other tiles for a model's matmuls."""
+    from xen_moe_jax.experts import hopper
+
+    hidden, width, experts, rows, _, _ = MODELS[name]
+
+    def plans() -> list[Any]:
+        first, second = hopper.plan(hidden, width, rows, experts), hopper.plan(width, hidden, rows, experts)
+        return [first.gated, first.rows, first.weights, second.forward, second.rows, second.weights]
+
+    usual = plans()
+    with tiles_of(variant):
+        return plans() != usual
+
+
+def ours(name: str, variant: str | None) -> Callable[[], dict[str, float]]:
+    """Compiles a model's experts. The result measures them, in us."""
+    import jax
+    import jax.numpy as jnp
+
+    from xen_moe_jax.experts import hopper
+
+    hidden, width, experts, rows, kind, biased = MODELS[name]
+    activation = dataclasses.replace(hopper.SWIGLU, name=kind)
+
+    @jax.jit
+    def draw() -> Any:
+        keys = iter(jax.random.split(jax.random.key(0), 9))
+
+        def normal(*shape: int) -> jax.Array:
+            return (jax.random.normal(next(keys), shape) * shape[-2] ** -0.5).astype(jnp.bfloat16)
+
+        biases = (normal(experts, width), normal(experts, width)) if biased else None
+        last = normal(experts, hidden) if biased else None
+        projections = normal(experts, hidden, width), normal(experts, hidden, width)
+        x, inner = normal(rows, hidden), normal(rows, width)
+        sizes = jnp.asarray(sizes_of(experts, rows), jnp.int32)
+        return x, inner, projections, normal(experts, width, hidden), biases, last, sizes
+
+    def first(x: Any, projections: Any, biases: Any, sizes: Any) -> Any:
+        return hopper.activated(x, projections, sizes, biases, activation=activation)
+
+    def second(x: Any, down: Any, last: Any, sizes: Any) -> Any:
+        return hopper.grouped_matmul(x, down, sizes, bias=last)
+
+    def both(x: Any, projections: Any, down: Any, biases: Any, last: Any, sizes: Any) -> Any:
+        def experts_of(x: Any, projections: Any, down: Any, biases: Any, last: Any) -> Any:
+            return second(first(x, projections, biases, sizes), down, last, sizes)
+
+        out, pull = jax.vjp(experts_of, x, projections, down, biases, last)
+        return out, pull(x)
+
+    drawing = draw.lower().compile()
+    x, inner, projections, down, biases, last, sizes = draw.eval_shape()
+    given: dict[str, tuple[Any, Any]] = {
+        "gate and up": (first, (x, projections, biases, sizes)),
+        "down": (second, (inner, down, last, sizes)),
+        "forward and backward": (both, (x, projections, down, biases, last, sizes)),
+    }
+    with tiles_of(variant):
+        compiled: dict[str, Any] = {
+            part: jax.jit(program).lower(*shapes).compile() for part, (program, shapes) in given.items()
+        }
+
+    def measure() -> dict[str, float]:
+        x, inner, projections, down, biases, last, sizes = drawing()
+        operands: dict[str, tuple[Any, ...]] = {
+            "gate and up": (x, projections, biases, sizes),
+            "down": (inner, down, last, sizes),
+            "forward and backward": (x, projections, down, biases, last, sizes),
+        }
+        return {
+            part: median_us(functools.partial(compiled[part], *operands[part]), jax.block_until_ready) for part in PARTS
+        }
+
+    return measure
+
+
+def torch_times(name: str) -> dict[str, float]:
+    """Times in us of `torch._grouped_mm` for a model's matmuls, forward and with both gradients."""
+    import torch
+
+    hidden, width, experts, rows, _, _ = MODELS[name]
+    ends = torch.tensor(sizes_of(experts, rows), device="cuda").cumsum(0).to(torch.int32)
+
+    def times_of(depth: int, columns: int) -> tuple[float, float]:
+        x = torch.randn(rows, depth, device="cuda", dtype=torch.bfloat16)
+        w = torch.randn(experts, columns, depth, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        cotangent = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+
+        def forward() -> Any:
+            return torch._grouped_mm(x, w, offs=ends)
+
+        def with_gradients() -> Any:
+            return torch.autograd.grad(forward(), (x, w), cotangent)
+
+        alone = median_us(forward, lambda _: torch.cuda.synchronize())
+        x.requires_grad_()
+        w.requires_grad_()
+        return alone, median_us(with_gradients, lambda _: torch.cuda.synchronize())
+
+    projections, down = times_of(hidden, 2 * width), times_of(width, hidden)
+    torch.cuda.empty_cache()
+    return dict(zip(PARTS, (projections[0], down[0], projections[1] + down[1]), strict=True))
+
+
+def serve(name: str | None, variant: str | None) -> None:
+    """Compiles this library's experts of a model, says so, and measures them for each line read; without a name
+    measures torch's matmuls of the model that a line names."""
+    compiled = None if name is None else ours(name, variant)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(torch_times(line.strip()) if compiled is None else compiled()), flush=True)
+
+
+class Side:
+    """A process that `serve`s."""
+
+    def __init__(self, name: str | None = None, variant: str | None = None) -> None:
+        self.name, self.variant = name, variant
+        command = [sys.executable, __file__, "--serve"]
+        command += ["--only", name] if name else []
+        command += ["--variant", variant] if variant else []
+        # the processes share the GPU's memory, and none takes it all beforehand
+        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        self.is_ready: bool | None = None
+
+    def ready(self) -> bool:
+        """Waits until the process has compiled; False if it has failed."""
+        if self.is_ready is None:
+            assert self.process.stdout is not None
+            self.is_ready = self.process.stdout.readline().strip() == "ready"
+        return self.is_ready
+
+    def measured(self, name: str) -> dict[str, float] | None:
+        """The times of a model, or None if the process has failed."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        if not self.ready():
+            return None
+        try:
+            self.process.stdin.write(f"{name}\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else None
+
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def rates(name: str, times: dict[str, float]) -> dict[str, int]:
+    """TFLOP/s of each part."""
+    hidden, width, _, rows, _, _ = MODELS[name]
+    flop = 2 * rows * hidden * width / 1e6  # of one matmul; a time in us makes it TFLOP/s
+    return {part: round(MATMULS[part] * flop / times[part]) for part in PARTS}
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [f"| model, TFLOP/s | {' | torch | '.join(PARTS)} | torch |", "|---|" + "---:|" * 2 * len(PARTS)]
+    for row in rows:
+        cells = [str(row.get(side, {}).get(part, "")) for part in PARTS for side in ("TFLOP/s", "torch, TFLOP/s")]
+        lines.append(f"| {named(row)} | {' | '.join(cells)} |")
+    return lines
+
+
+def named(row: dict[str, Any]) -> str:
+    return row["model"] + (f" ({row['variant']})" if row["variant"] else "")
+
+
+def compare(names: list[str], variants: bool, write: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
+    """Measures the models one after the other, then their variants; calls `write` with all rows after each one."""
+    waves: list[list[tuple[str, str | None]]] = [[(name, None) for name in names]]
+    if variants:
+        waves.append([(name, variant) for variant in VARIANTS for name in names if differs(name, variant)])
+    rows: list[dict[str, Any]] = []
+    with Side() as theirs:
+        for wave in waves:
+            with contextlib.ExitStack() as running:
+                sides = [running.enter_context(Side(*case)) for case in wave]
+                for side in (*sides, theirs):  # nothing else uses the cores or the GPU while one process measures
+                    side.ready()
+                for side in sides:
+                    rows.append(measured(side, theirs))
+                    print(f"{named(rows[-1])}: {rows[-1]}", file=sys.stderr, flush=True)
+                    write(rows)
+    return rows
+
+
+def measured(side: Side, theirs: Side) -> dict[str, Any]:
+    """The row of a model: this library's times, and torch's unless it is a variant."""
+    assert side.name is not None
+    row: dict[str, Any] = {"model": side.name, "variant": side.variant}
+    times = side.measured(side.name)
+    side.end()  # and gives its memory back
+    if times is not None:
+        row |= {"us": times, "TFLOP/s": rates(side.name, times)}
+    other = theirs.measured(side.name) if side.variant is None else None
+    if other is not None:
+        row |= {"torch, us": other, "torch, TFLOP/s": rates(side.name, other)}
+    return row
+
+
+def machine() -> str | None:
+    """The GPU's name. This process leaves the GPU's memory to the others, so that it does not ask JAX."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--only", nargs="+", choices=MODELS, default=None, metavar="MODEL")
+    parser.add_argument("--variants", action="store_true", help=f"measure other tiles too: {VARIANTS}")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)  # in the processes of `Side`
+    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.only[0] if options.only else None, options.variant)
+        return 0
+    found: dict[str, Any] = {
+        "command": "python " + " ".join(sys.argv),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": machine(),
+    }
+
+    def write(rows: list[dict[str, Any]]) -> None:
+        if options.json:
+            options.json.write_text(json.dumps(found | {"rows": rows}, indent=1) + "\n")
+
+    rows = compare(options.only or list(MODELS), options.variants, write)
+    print("\n".join(table(rows)))
+    return int(not all("us" in row for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
