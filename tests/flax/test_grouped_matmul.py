@@ -123,7 +123,9 @@ def test_what_leaves_the_hopper_kernels_says_so_once(monkeypatch, forget):
         UserWarning, match=r"float32\[C, 72\] by float32\[2, 72, 48\] leaves .*: float32 is none of .*tenth"
     ):
         assert not grouped_matmul.by_hopper("auto", rows, weights)
-    with pytest.warns(UserWarning, match="72 or 48 is no multiple of 32, so the weights are padded by a copy of 0 MiB"):
+    with pytest.warns(
+        UserWarning, match="72 or 48 is below 128 or no multiple of 32, so the weights are padded by a copy of 0 MiB"
+    ):
         assert grouped_matmul.by_hopper("auto", rows.astype("bfloat16"), weights.astype("bfloat16"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -135,12 +137,12 @@ def test_what_leaves_the_hopper_kernels_says_so_once(monkeypatch, forget):
 @pytest.mark.parametrize(
     ("hidden", "says"),
     [
-        (40, "40 or 64 is no multiple of 32, so the weights are padded by a copy of 0 MiB in every call"),
-        (2880, "this library's kernels multiply experts of 2880 by 64 in bfloat16, and copy no weights"),
+        (40, "40 or 128 is below 128 or no multiple of 32, so the weights are padded by a copy of 0 MiB in every call"),
+        (2880, "this library's kernels multiply experts of 2880 by 128 in bfloat16, and copy no weights"),
     ],
 )
 def test_memory_and_doctor_say_beforehand_what_is_slow(hidden, says, capsys):
-    sizes = f"--hidden {hidden} --width 64"
+    sizes = f"--hidden {hidden} --width 128"
     assert memory.main(f"{sizes} --tokens 8 --ranks 2 --experts 4 --top-k 2".split()) == 0
     assert says in re.search("On a Hopper GPU: .*", capsys.readouterr().out)[0]
     doctor.main(["--json", *sizes.split()])

@@ -161,7 +161,7 @@ SHAPES = {
     "Qwen3-30B": (2048, 768),
     "wide": (512, 4864),
 }
-"""Hidden size and width; "padded" and "narrow" are no multiples of 32."""
+"""Hidden size and width; "padded" and "narrow" are no multiples of 32, and some of their sizes are below 128."""
 
 
 CASES = [

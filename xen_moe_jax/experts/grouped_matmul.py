@@ -178,8 +178,8 @@ def why_not(depth: int, columns: int, dtype: Any, weights_dtype: Any = None, gro
     copied = hopper.copied_bytes(depth, columns, groups, weights.dtype)
     if copied:
         return (
-            f"{shapes}: {depth} or {columns} is no multiple of {hopper.COLUMN_ALIGNMENT}, so the weights are padded by "
-            f"a copy of {copied / 2**20:.0f} MiB in every call"
+            f"{shapes}: {depth} or {columns} is below {hopper.LEAST} or no multiple of {hopper.COLUMN_ALIGNMENT}, "
+            f"so the weights are padded by a copy of {copied / 2**20:.0f} MiB in every call"
         )
     return None
 

@@ -7,8 +7,8 @@ The two projections of gated experts are multiplied side by side, and the activa
 They have one gradient of the rows: both products are added up in one accumulator, and neither is stored. Biases are
 added where the sums are stored. A bias' gradient, the sum over a group's rows, is a contraction with ones.
 
-Hidden sizes and widths may be any multiples of 32. Others are padded up to a multiple of 64, by a copy of the weights
-in every call.
+Hidden sizes and widths may be any multiples of 32 from 128 on. Others are padded up to a multiple of 64, and to 128 at
+least, by a copy of the weights in every call.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ columns of one row of tiles would be computed at a time, and every row of tiles 
 again."""
 PADDED = 64
 """Sizes that are no multiples of `COLUMN_ALIGNMENT` are padded up to a multiple of this."""
+LEAST = 128
+"""Smaller sizes are padded up to this. On an H100, jax 0.11.2, kernels whose results have 64 columns, one row of the
+swizzle, store zeros; with 128 and 192 columns every element is right (tests/gpu/test_grouped_matmul.py)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +191,7 @@ def activated(
 
 def _padded(size: int) -> int:
     """Returns the size that the kernels multiply in place of `size`."""
-    return size if size % COLUMN_ALIGNMENT == 0 else -(-size // PADDED) * PADDED
+    return size if size % COLUMN_ALIGNMENT == 0 and size >= LEAST else max(LEAST, -(-size // PADDED) * PADDED)
 
 
 def _whole(array: jax.Array | None, *axes: int) -> Any:
