@@ -218,6 +218,12 @@ def compared() -> str:
     return "\n".join(parts).rstrip()
 
 
+def tpu_layer_floor() -> str:
+    """The static floor of the same layer."""
+    content = json.loads((RESULTS / "tpu_layer.json").read_text())
+    return "\n".join(tpu_layer.floors(content))
+
+
 def tpu_layers() -> str:
     """The whole layer, compiled for TPUs."""
     path = RESULTS / "tpu_layer.json"
@@ -376,6 +382,7 @@ QUOTES = {
     "thread blocks": thread_blocks,
     "JAX operations": compared,
     "whole layer on TPU": tpu_layers,
+    "floor of a layer on TPU": tpu_layer_floor,
     "TPU devices": lambda: tpu_static(lambda rows: tpu_budget.by_devices(rows, "v5p", "throughput")),
     "TPU targets": lambda: tpu_static(tpu_budget.by_target),
     "TPU left out": tpu_left_out,

@@ -1,7 +1,10 @@
-"""(source, token) pairs, ordered within blocks: pairs with most rows first, missing pairs last.
+"""(source, token) pairs, brought together in full blocks, and ordered there: pairs with most rows first.
 
-What moves: tables alone, block by block through VMEM. So that `reduce_slots` visits only pairs that exist, in
-groups of nearly the same number of rows. The order is stable, and the rows of a pair stay in slot order.
+What moves: tables alone, block by block through VMEM. Pairs that exist are appended to a block until it is full; then
+it is ordered and leaves by DMA. So `reduce_slots` visits only pairs that exist, in full groups of nearly the same
+number of rows, however few of all pairs exist: of 256 ranks with 8 slots a token, one in 32. The order is stable within
+a block, and the rows of a pair stay in slot order. Where a device has two cores, each makes blocks of one half of the
+pairs, and its last block may be partly empty.
 A table is permuted by a matrix product with a matrix of zeros and ones, byte by byte, which is exact: a TPU gathers
 scalars slowly.
 """
@@ -16,8 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
-from xen_moe_jax.pallas_kernels.launch import Launch
+from xen_moe_jax.pallas_kernels.launch import Launch, divided
 
 BLOCK = 256
 """Pairs that are ordered together at most: counts up to this are exact in bfloat16."""
@@ -64,9 +68,14 @@ class Columns:
 @dataclasses.dataclass(frozen=True)
 class _Refs:
     given: Any
-    facts: Any
+    tables: Any
+    ordered: Any
+    made: Any
+    gathered: Any
     table: Any
     columns: Any
+    moved: Any
+    fill: Any
 
 
 def packed(used: jax.Array, *tables: jax.Array) -> tuple[list[jax.Array], jax.Array]:
@@ -99,14 +108,27 @@ def ordered(key: jax.Array, bins: int, table: jax.Array) -> jax.Array:
     count = key.shape[1]
     number = lax.broadcasted_iota(jnp.int32, (-(-bins // SUBLANES) * SUBLANES, count), 0)
     hot = (number == key).astype(jnp.float32)
-    row, column = (lax.broadcasted_iota(jnp.int32, (count, count), axis) for axis in (0, 1))
-    earlier = dot(hot, (row < column).astype(jnp.float32), (1, 0))
+    earlier = dot(hot, _triangle(count), (1, 0))
     behind, to = jnp.zeros((1, 1), jnp.float32), jnp.zeros((1, count), jnp.float32)
     for b in range(bins):
         to = to + hot[b : b + 1] * (earlier[b : b + 1] + behind)
         behind = behind + jnp.sum(hot[b : b + 1], axis=1, keepdims=True)
+    return moved(table, to)
 
-    chosen = (row.astype(jnp.float32) == to).astype(jnp.float32)  # row `j` has a one for the pair of place `j`
+
+def _triangle(count: int) -> jax.Array:
+    """float32 `[count, count]`: ones where the row comes before the column."""
+    row, column = (lax.broadcasted_iota(jnp.int32, (count, count), axis) for axis in (0, 1))
+    return (row < column).astype(jnp.float32)
+
+
+def moved(table: jax.Array, to: jax.Array) -> jax.Array:
+    """Columns of int32 `table [V, N]` at the places float32 `to [1, N]` of a table of the same size: zeros where no
+    column goes; a column whose place lies outside is left out. `V` is a multiple of 8.
+    """
+    count = to.shape[1]
+    row = lax.broadcasted_iota(jnp.int32, (count, count), 0)
+    chosen = (row.astype(jnp.float32) == to).astype(jnp.float32)  # row `j` has a one for the column of place `j`
     out = jnp.zeros(table.shape, jnp.int32)
     for byte in range(4):
         part = (lax.shift_right_logical(table, 8 * byte) & 255).astype(jnp.float32)
@@ -121,12 +143,14 @@ class Ordered:
     Attributes:
       columns: layout of the tables. tables: int32 `[blocks, 1, words]`.
       rows: the rows again, as columns, as `order_pairs` makes them: int32 `[blocks, group, block / group * slots]`.
+      made: int32 `[N]`, how many of the first blocks of each `N`-th part of them there are.
       expected: int32 `[R]` at least, records that arrive from each rank. staging_rows: rows of staging.
     """
 
     columns: Columns
     tables: jax.Array
     rows: jax.Array
+    made: jax.Array
     expected: jax.Array
     staging_rows: int
 
@@ -146,21 +170,14 @@ def counted_by_depth(depth: jax.Array, slots: int) -> jax.Array:
 
 
 def order_block(
-    table_ref: Any,
-    columns_ref: Any,
-    columns: Columns,
-    rows: jax.Array,
-    peer: jax.Array,
-    address: jax.Array,
-    facts: jax.Array | None,
+    table_ref: Any, columns_ref: Any, columns: Columns, rows: jax.Array, peer: jax.Array, address: jax.Array
 ) -> None:
-    """Orders one block: rows `[slots, N]`, peer and address `[1, N]`; without `facts` they are counted here."""
+    """Orders one block: rows `[slots, N]`, peer and address `[1, N]`."""
     slots, block = columns.slots, columns.block
     (rows,), depth = packed(rows >= 0, rows)
-    if facts is None:
-        lane = lax.broadcasted_iota(jnp.int32, (1, block), 1)
-        deeper = counted_by_depth(jnp.where(peer >= 0, depth, -1), slots)
-        facts = jnp.where(lane == slots, counted(peer >= 0), deeper)
+    lane = lax.broadcasted_iota(jnp.int32, (1, block), 1)
+    deeper = counted_by_depth(jnp.where(peer >= 0, depth, -1), slots)
+    facts = jnp.where(lane == slots, counted(peer >= 0), deeper)
     key = jnp.where(peer >= 0, slots - depth, slots + 1)
     none = jnp.zeros((columns.rows - slots - 3, block), jnp.int32)
     table = ordered(key, slots + 2, jnp.concatenate([rows, peer, address, depth, none], axis=0))
@@ -170,17 +187,68 @@ def order_block(
     columns_ref[...] = jnp.concatenate([upright[n : n + group] for n in range(0, block, group)], axis=1)
 
 
-def _body(refs: _Refs, *, slots: int, block: int) -> None:
+def _body(refs: _Refs, *, columns: Columns, blocks: int) -> None:
+    """Body of the kernel. There is one step more than blocks of given pairs: the last block leaves there."""
+    core, step, turns = pl.program_id(0), pl.program_id(1), pl.num_programs(1) - 1
+    slots, block = columns.slots, columns.block
+    last = step == turns
+
+    def leave(number: Any) -> tuple[Any, ...]:
+        at = core * turns + number
+        return tuple(
+            pltpu.make_async_copy(origin, target.at[at], refs.moved.at[n])
+            for n, (origin, target) in enumerate(((refs.table, refs.tables), (refs.columns, refs.ordered)))
+        )
+
+    @pl.when(step == 0)
+    def _() -> None:
+        refs.fill[0] = 0
+        refs.made[0, 0, 0] = 0
+        refs.gathered[...] = jnp.zeros(refs.gathered.shape, jnp.int32)
+
     given = refs.given[...]
-    rows, peer, address = given[:slots], given[slots : slots + 1], given[slots + 1 : slots + 2]
-    columns = Columns(slots, block)
-    order_block(refs.table.at[0], refs.columns.at[0], columns, rows, peer, address, refs.facts[0])
+    there = (given[slots : slots + 1] >= 0) & jnp.logical_not(last) & (core * turns + step < blocks)
+    hot = jnp.broadcast_to(there.astype(jnp.float32), (SUBLANES, block))
+    fill = refs.fill[0]
+    earlier = dot(hot, _triangle(block), (1, 0))[:1]
+    to = jnp.where(there, earlier + fill.astype(jnp.float32), -1.0)
+    count = jnp.sum(hot[:1]).astype(jnp.int32)
+    # a place that no pair has yet is zero, so numbers are kept larger by one
+    empty = jnp.zeros((refs.gathered.shape[0] - slots - 2, block), jnp.int32)
+    larger = jnp.concatenate([given + 1, empty], axis=0)
+    refs.gathered[...] = refs.gathered[...] | moved(larger, to)
+    made = refs.made[0, 0, 0]
+    # the first core makes a block even if there are no pairs
+    full = (fill + count >= block) | (last & ((fill > 0) | ((made == 0) & (core == 0))))
+
+    @pl.loop(0, full.astype(jnp.int32))
+    def _(only: Any) -> None:
+        @pl.when(made > 0)
+        def _() -> None:
+            for dma in leave(made - 1):
+                dma.wait()
+
+        table = refs.gathered[...] - 1
+        order_block(
+            refs.table, refs.columns, columns, table[:slots], table[slots : slots + 1], table[slots + 1 : slots + 2]
+        )
+        for dma in leave(made):
+            dma.start()
+        refs.made[0, 0, 0] = made + 1
+        refs.gathered[...] = moved(larger, to - float(block))
+
+    refs.fill[0] = jnp.where(full, fill + count - block, fill + count)
+
+    @pl.when(last & (refs.made[0, 0, 0] > 0))
+    def _() -> None:
+        for dma in leave(refs.made[0, 0, 0] - 1):
+            dma.wait()
 
 
 def order_pairs(
     rows: jax.Array, peer: jax.Array, address: jax.Array, group: int, *, launch: Launch
-) -> tuple[Columns, jax.Array, jax.Array]:
-    """Orders pairs within blocks.
+) -> tuple[Columns, jax.Array, jax.Array, jax.Array]:
+    """Orders pairs within blocks of pairs that exist.
 
     Args:
       rows: int32 `[P, slots]`, rows of each pair in slot order, negative where there is none.
@@ -188,41 +256,52 @@ def order_pairs(
       group: pairs of a column (`reduce_slots.pairs_beside`); divides 128.
 
     Returns:
-      The layout of the tables; tables int32 `[blocks, 1, words]`; and the rows again, as columns, one group beside the
-      other, since unused lanes take memory too: int32 `[blocks, group, block / group * slots]`.
+      The layout of the tables; tables int32 `[blocks, 1, words]`; the rows again, as columns, one group beside the
+      other, since unused lanes take memory too: int32 `[blocks, group, block / group * slots]`; and int32 `[cores]`,
+      how many of its blocks each core made, the first core at least one. Other blocks are unspecified.
     """
     count, slots = rows.shape
     block = min(BLOCK, -(-count // 128) * 128)
     blocks = -(-count // block)
+    turns = divided(blocks, launch.cores)
     columns = Columns(slots, block)
     beside = group, block // group * slots
+    lines = -(-(slots + 2) // SUBLANES) * SUBLANES
     given = jnp.concatenate([rows.T, peer[None], address[None]], axis=0)
     given = jnp.pad(given, ((0, 0), (0, blocks * block - count)), constant_values=-1)
-    depth = jnp.sum(given[:slots] >= 0, axis=0, dtype=jnp.int32).reshape(blocks, block)
-    # a pair that exists is deeper than -1, one that does not is not
-    depth = jnp.where(given[slots].reshape(blocks, block) >= 0, depth, -1)
-    deeper = jnp.concatenate([jnp.arange(slots, dtype=jnp.int32), jnp.full((1,), -1, jnp.int32)])
-    facts = jnp.sum(depth[:, None, :] > deeper[:, None], axis=2, dtype=jnp.int32)
-    facts = jnp.pad(facts, ((0, 0), (0, block - slots - 1))).reshape(blocks, 1, block)
-    table, ordered = launch.call(
-        functools.partial(_body, slots=slots, block=block),
+
+    def block_of(core: Any, step: Any) -> Any:
+        return 0, jnp.minimum(core * turns + jnp.minimum(step, turns - 1), blocks - 1)
+
+    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    table, ordered, made = launch.call(
+        functools.partial(_body, columns=columns, blocks=blocks),
         _Refs,
-        ["given", "facts", "table", "columns"],
+        ["given", "tables", "ordered", "made", "gathered", "table", "columns", "moved", "fill"],
         name="xen_moe_order_pairs",
         remote=False,
-        by_dma=False,
+        by_dma=True,
         shared=True,
         grid_spec=pl.GridSpec(
-            grid=(blocks,),
-            in_specs=[
-                pl.BlockSpec((slots + 2, block), lambda i: (0, i)),
-                pl.BlockSpec((1, 1, block), lambda i: (i, 0, 0)),
-            ],
+            grid=(launch.cores, turns + 1),
+            in_specs=[pl.BlockSpec((slots + 2, block), block_of)],
             out_specs=[
-                pl.BlockSpec((1, 1, columns.words), lambda i: (i, 0, 0)),
-                pl.BlockSpec((1, *beside), lambda i: (i, 0, 0)),
+                hbm,
+                hbm,
+                pl.BlockSpec((1, 1, 1), lambda core, step: (core, 0, 0), memory_space=pltpu.SMEM),
+            ],
+            scratch_shapes=[
+                pltpu.VMEM((lines, block), jnp.int32),
+                pltpu.VMEM((1, columns.words), jnp.int32),
+                pltpu.VMEM(beside, jnp.int32),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SMEM((1,), jnp.int32),
             ],
         ),
-        out_shape=[((blocks, 1, columns.words), jnp.int32), ((blocks, *beside), jnp.int32)],
-    )(given, facts)
-    return columns, table, ordered
+        out_shape=[
+            ((launch.cores * turns, 1, columns.words), jnp.int32),
+            ((launch.cores * turns, *beside), jnp.int32),
+            ((launch.cores, 1, 1), jnp.int32),
+        ],
+    )(given)
+    return columns, table, ordered, made.reshape(-1)

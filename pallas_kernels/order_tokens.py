@@ -61,7 +61,7 @@ def _pairs(refs: _Refs, static: _Static, block: Any) -> None:
     peer = [jnp.where(there, first + n, -1) for n, there in enumerate(exist)]
     address = [refs.rank[0] * static.tokens + lane] * static.at_once
     rows, peers, addresses = (jnp.concatenate(parts, axis=1) for parts in (given, peer, address))
-    order_block(refs.table.at[block], refs.columns.at[block], static.columns, rows, peers, addresses, None)
+    order_block(refs.table.at[block], refs.columns.at[block], static.columns, rows, peers, addresses)
 
 
 def _tokens(refs: _Refs, static: _Static) -> None:
@@ -165,7 +165,9 @@ def order_tokens(
         ],
     )(rank, positions, experts)
     came = came[: -(-tokens // block) * block]
-    return Ordered(columns, table, upright, expected, ranks * tokens), Summands(numbers, gathered, came, block), zero
+    made = jnp.full((1,), blocks, jnp.int32)
+    pairs = Ordered(columns, table, upright, made, expected, ranks * tokens)
+    return pairs, Summands(numbers, gathered, came, block), zero
 
 
 def vmem_bytes(ranks: int, slots: int, tokens: int) -> int:

@@ -54,6 +54,7 @@ class _Refs:
     expected: Any
     zero: Any
     first: Any
+    made: Any
     columns: Any
     tables: Any
     y: Any
@@ -90,9 +91,24 @@ class _Static:
     axes: peers.Axes | None
 
 
+def _visited(step: Any, first: Any, made: Any, blocks: int) -> Any:
+    """Number of the block that a step visits: `made [N]` blocks of each part of all `blocks` are there."""
+    parts = made.shape[0]
+    at = step + first[0]
+    total = made[0]
+    for n in range(1, parts):
+        total = total + made[n]
+    at = jnp.where(at >= total, at - total, at)
+    before = made[0]
+    for n in range(1, parts):  # a block behind those of part `n - 1` is the first of part `n`
+        at = jnp.where(at >= before, at - before + n * (blocks // parts), at)
+        before = made[n] + n * (blocks // parts)
+    return at
+
+
 def _table_copy(refs: _Refs, block: Any) -> Any:
     blocks, _, words = refs.tables.shape
-    at = lax.rem(block + refs.first[0], blocks)
+    at = _visited(block, refs.first, refs.made, blocks)
     slot = lax.rem(block, 2)
     into = pl.ds(pl.multiple_of(slot * words, words), words)
     return pltpu.make_async_copy(refs.tables.at[at, 0], refs.table.at[into], refs.table_came.at[slot])
@@ -327,18 +343,20 @@ def reduce_slots(
         y = _pair_words(y)
     group = pairs_at_once(launch.block)
     if isinstance(pairs, Ordered):
-        columns, tables, ordered = pairs.columns, pairs.tables, pairs.rows
+        columns, tables, ordered, made = pairs.columns, pairs.tables, pairs.rows, pairs.made
     else:
         beside = pairs_beside(launch.block)
-        columns, tables, ordered = order_pairs(pairs.rows, pairs.peer, pairs.address, beside, launch=launch)
+        columns, tables, ordered, made = order_pairs(pairs.rows, pairs.peer, pairs.address, beside, launch=launch)
     slots = columns.slots
     blocks = ordered.shape[0]
+    visits = jnp.sum(made, dtype=jnp.int32)
     first = jnp.zeros((), jnp.int32)
     if axes is not None:
-        first = lax.div((lax.axis_index(axes.names) + 1) * blocks, axes.num_ranks).astype(jnp.int32)
+        rank = lax.axis_index(axes.names).astype(jnp.int32)
+        first = lax.rem(lax.div((rank + 1) * visits, jnp.int32(axes.num_ranks)), visits)
 
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    names = ["expected", "zero", "first", "columns", "tables", "y"]
+    names = ["expected", "zero", "first", "made", "columns", "tables", "y"]
     scratch_shapes = [
         pltpu.SMEM((2 * columns.words,), jnp.int32),
         pltpu.SemaphoreType.DMA((2,)),
@@ -366,11 +384,12 @@ def reduce_slots(
         remote=axes is not None,
         by_dma=True,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
-            grid=(blocks,),
+            num_scalar_prefetch=4,
+            grid=(visits,),
             in_specs=[
                 pl.BlockSpec(
-                    (1, *ordered.shape[1:]), lambda i, expected, zero, first: (lax.rem(i + first[0], blocks), 0, 0)
+                    (1, *ordered.shape[1:]),
+                    lambda i, expected, zero, first, made: (_visited(i, first, made, blocks), 0, 0),
                 ),
                 *[hbm] * (2 + len(operands)),
             ],
@@ -378,4 +397,4 @@ def reduce_slots(
             scratch_shapes=scratch_shapes,
         ),
         out_shape=((pairs.staging_rows, *record.shape), jnp.int32),
-    )(pairs.expected, zero, first.reshape(1), ordered, tables, y, *operands)
+    )(pairs.expected, zero, first.reshape(1), made, ordered, tables, y, *operands)

@@ -27,6 +27,11 @@ WAIT_BATCHES = (64, 8, 1)
 """Rows that one semaphore wait covers, as many as possible first: fewer scalar instructions than row by row."""
 
 
+def signals_at_once(num_ranks: int) -> int:
+    """Ranks that one turn of a loop signals: a turn costs more than a signal."""
+    return next(n for n in (8, 4, 2, 1) if num_ranks % n == 0)
+
+
 def recv_semaphores(num_ranks: int) -> int:
     return min(num_ranks, RECV_SEMAPHORES)
 
@@ -133,7 +138,7 @@ class Link:
                 pl.semaphore_wait(semaphore, self.num_peers)
             else:
 
-                @pl.loop(0, self.num_peers)
+                @pl.loop(0, self.num_peers, unroll=signals_at_once(self.num_peers))
                 def _(i: Any, semaphore: Any = semaphore) -> None:
                     pl.semaphore_signal(semaphore, 1, device_id=axes.device_id(self.ids(i)))
 
@@ -203,13 +208,18 @@ class Link:
         wait_rows(lambda n: [records.first(n)], records.count, count, self.send.at[buffer])
 
     def await_records(self, expected: Any) -> None:
-        """Waits for `expected[source]` rows from every source."""
+        """Waits for `expected[source]` rows from every source: for those of all sources of a semaphore at once."""
         if self.axes is None:
             return
+        semaphores = recv_semaphores(self.num_peers)
 
-        @pl.loop(0, self.num_peers)
-        def _(source: Any) -> None:
-            await_whole([self.target], expected[source], self._arrivals(source))
+        @pl.loop(0, semaphores)
+        def _(first: Any) -> None:
+            rows = expected[first]
+            for source in range(semaphores, self.num_peers, semaphores):
+                at = jnp.minimum(first + source, self.num_peers - 1)
+                rows = rows + jnp.where(first + source < self.num_peers, expected[at], 0)
+            await_whole([self.target], rows, self.recv.at[first])
 
     def drain_blocks(self, records: Callable[[Any], Outgoing], sent: Any, expected: Any, step: Any) -> None:
         """Waits, at the last of the steps that send from two buffers in turn, until all rows have left and all have

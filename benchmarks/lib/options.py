@@ -25,7 +25,7 @@ from xen_moe_jax.tuning.arguments import (
 
 TPU_GENERATIONS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 TPU_CASES = ("throughput", "throughput-bf16", "low-latency", "low-latency-bf16")
-TPU_OPERATIONS = ("dispatch", "combine", "dispatch halves", "combine halves")
+TPU_OPERATIONS = ("dispatch", "combine", "dispatch halves", "combine halves", "redispatch", "exchange")
 LAYER_MODES = ("layer", "model")
 OPERATIONS = ("dispatch", "combine", "round trip")
 DEFAULT_SMS = (8, 12, 16, 24, 32, 48, 64, 96, 132)

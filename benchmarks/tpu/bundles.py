@@ -2,7 +2,8 @@
 
 A bundle takes a cycle at least: the sum over loops of (bundles of the body x trips) is a floor of the core's time,
 stalls not included. Trips follow from the shapes and a routing. Both branches of a condition are counted, so that the
-sum is a little over the floor. Work that a condition does once in a kernel, to meet other ranks, is counted once.
+sum is a little over the floor. Work that a condition does once in a kernel, to meet other ranks, is counted once, and
+its loops over all ranks as often as they turn.
 """
 
 from __future__ import annotations
@@ -54,10 +55,12 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Work of one kernel on the busiest rank: steps of its grid, and loops inside them."""
+    """Work of one kernel on the busiest rank: steps of its grid (0: it has none), loops inside them, and the ranks that
+    it meets."""
 
     steps: float
     parts: tuple[Part, ...] = ()
+    ranks: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,10 +83,10 @@ def count(kernel: Loop, work: Work) -> Count:
       ValueError: the kernel has no such loop: it is not the kernel that `work` was written for.
     """
     found = list(kernel.all_inner())
-    grid = min((loop.depth for loop in found), default=0)
+    grid = min((loop.depth for loop in found), default=0) if work.steps else 0
     step = sum(loop.bundles for loop in found if loop.depth == grid)  # it shows in pieces, cut by the loops inside
     inner = [loop for loop in found if loop.depth > grid]
-    turn, total, issue = {}, kernel.bundles + work.steps * step, 0.0
+    turn, total, issue = {}, kernel.bundles + meeting(kernel, work.ranks) + work.steps * step, 0.0
     for part in work.parts:
         named = [other for other in work.parts if other.operation] if not part.operation else []
         chosen = [loop for loop in inner if part.names(loop) and not any(p.names(loop) for p in named)]
@@ -102,12 +105,14 @@ def count(kernel: Loop, work: Work) -> Count:
 @dataclasses.dataclass(frozen=True)
 class Visited:
     """Attributes:
-    blocks: blocks of pairs that are ordered together. groups: groups of existing pairs in these blocks.
+    given: blocks of all pairs. blocks: blocks that `reduce_slots` visits. groups: groups of existing pairs in these
+      blocks.
     turns: rows of the pair of each group that has most, together.
     tiles, singles: eights of rows of one turn, and rows that make none. odd: pairs of a block over its fours.
     waits: for rows that were fetched, and for records that left.
     """
 
+    given: int
     blocks: int
     groups: int
     turns: int
@@ -127,19 +132,49 @@ def waits(rows: Any, most: int) -> Any:
     return turns
 
 
-def visited_pairs(depths: Any, group: int) -> Visited:
-    """Work of `order_pairs` and `reduce_slots` on pairs with `depths [P]` rows each, 0 for no pair."""
+def meeting(kernel: Loop, ranks: int) -> int:
+    """Bundles of the further turns of a kernel's loops over ranks, of which its own bundles have one."""
+    from xen_moe_jax.pallas_kernels import send
+
+    signals = ranks // send.signals_at_once(ranks) - 1
+    return signals * kernel.signals + (send.recv_semaphores(ranks) - 1) * kernel.waits
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouping:
+    """How a combine groups its pairs.
+
+    Attributes:
+      group: pairs that are reduced together. parts: the pairs that exist in each of so many parts of all pairs are
+        brought together in full blocks (`order_pairs`, a part a core); 0: they stay in their blocks (`order_tokens`).
+    """
+
+    group: int
+    parts: int = 0
+
+
+def visited_pairs(depths: Any, grouping: Grouping) -> Visited:
+    """Work of `order_pairs` or `order_tokens`, and of `reduce_slots`, on pairs with `depths [P]` rows each, 0 for no
+    pair."""
     import numpy as np
 
     from xen_moe_jax.pallas_kernels import order_pairs, reduce_slots, send
 
-    block = min(order_pairs.BLOCK, -(-len(depths) // 128) * 128)
+    block, group = min(order_pairs.BLOCK, -(-len(depths) // 128) * 128), grouping.group
+    given = -(-len(depths) // block)
+    if grouping.parts:
+        size = -(-given // grouping.parts) * block
+        parts = [depths[n * size : (n + 1) * size] for n in range(grouping.parts)]
+        full = [part[part > 0] for part in parts]
+        full = [np.pad(part, (0, -len(part) % block)) for part in full]
+        depths = np.concatenate(full) if any(map(len, full)) else np.zeros(block, int)
     blocks = -np.sort(-np.pad(depths, (0, -len(depths) % block)).reshape(-1, block), axis=1)
     groups = blocks.reshape(-1, group)
     leave = (groups > 0).sum(1)
     here = (groups[:, :, None] > np.arange(groups.max(initial=0))).sum(1)  # [group, slot]: pairs with such a row
     tile = reduce_slots.TILE
     return Visited(
+        given,
         len(blocks),
         int(np.maximum(-(-(blocks > 0).sum(1) // group), 1).sum()),
         int(groups[:, 0].sum()),
@@ -185,17 +220,43 @@ def mean_waits(rows: int, blocks: float, most: int) -> float:
     return float(waits(max(int(rows / blocks) - 32, 0) + np.arange(64), most).mean() * blocks)
 
 
-def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16) -> dict[str, Work]:
+def tables_of(routing: Routing) -> tuple[int, int]:
+    """Tables that `index_rows` makes of the records of all sources, and runs of records in them."""
+    from xen_moe_jax.pallas_kernels import index_rows
+
+    most = index_rows.records_at_once(routing.tokens)
+    at_once = index_rows.sources_at_once(routing.ranks, routing.tokens, routing.top_k)
+    tables = runs = 0
+    for first in range(0, routing.ranks, at_once):
+        fill = 0
+        for count in routing.sources[first : first + at_once]:
+            pieces = [most] * (count // most) + [count % most]
+            runs += len(pieces)
+            for piece in pieces:
+                if fill + piece > most:
+                    tables, fill = tables + 1, 0
+                fill += piece
+        tables += fill > 0
+    return tables, runs
+
+
+def works(program: Program, routing: Routing, padded: bool, tile: int = 16) -> dict[str, Work]:
     """Trips of every kernel of a grouped or padded dispatch and combine on one axis."""
     from xen_moe_jax.pallas_kernels import index_rows, order_pairs
 
+    blocks = {"push": 1, "place": 1, "reduce_slots": 1, "reduce_ranks": 1} | program.blocks
+    cores = max((loop.cores for loop in program.kernels.values()), default=1)
     pairs = routing.pairs
     destinations = min(routing.ranks, routing.top_k)
     push, place, ranks = (blocks[name] for name in ("push", "place", "reduce_ranks"))
     pack = blocks.get("pack_tokens", push)
     placing = routing.visited(place, padded)
-    records = index_rows.records_at_once(routing.tokens)
-    tables = sum(-(-n // records) for n in routing.sources)
+    tables, runs = tables_of(routing)
+    rows = len(routing.experts) * routing.ranks * routing.tokens if padded else routing.placed * 5 // 4
+    sources = index_rows.sources_at_once(routing.ranks, routing.tokens, routing.top_k)
+    steps = -(-routing.ranks // sources)
+    positions = sources * routing.top_k * (-(-routing.tokens // 128) * 128)
+    fills = [n / index_rows.filled_at_once(n) for n in (positions, rows)]
     return {
         "xen_moe_push": Work(
             routing.tokens / push,
@@ -204,6 +265,7 @@ def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16
                 Part("wait", WAIT, mean_waits(routing.sent, routing.tokens / push, push), depth=2),
                 *_groups("encode", push, tile, routing.tokens),
             ),
+            routing.ranks,
         ),
         "xen_moe_pack": Work(
             routing.tokens / push,
@@ -221,9 +283,12 @@ def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16
             ),
         ),
         "xen_moe_index_rows": Work(
-            routing.ranks,
+            steps,
             (
-                Part("table", "", tables, copies=1, depth=2),
+                Part("run", FETCH, runs, at_most=1, copies=2),
+                # a loop starts the DMAs that fill the windows, and another one waits for them
+                Part("fill", WAIT, 2 * (steps * fills[0] + 2 * cores * fills[1]), at_most=1, depth=2),
+                Part("table", "vld", tables, 16, depth=2),
                 Part("column", "", tables * routing.top_k, copies=1, depth=3),
                 Part("slots", "sst", routing.placed / 8, 8, depth=4),
             ),
@@ -231,7 +296,17 @@ def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16
         "xen_moe_scatter": Work(
             routing.ranks * routing.tokens / order_pairs.BLOCK, (Part("slots", "sst", routing.placed / 8, 4, depth=3),)
         ),
-        "xen_moe_order_pairs": Work(pairs.blocks),
+        # each core has a step behind its last block
+        # one loop starts the runs to all ranks, two wait for those that leave and those that arrive
+        "xen_moe_exchange": Work(
+            0,
+            (
+                Part("start", SEND, routing.ranks, depth=1),
+                Part("wait", WAIT, 2 * routing.ranks, at_most=1, depth=1),
+            ),
+            routing.ranks,
+        ),
+        "xen_moe_order_pairs": Work(pairs.given + 1, (Part("leave", "", pairs.blocks, copies=1, depth=2),)),
         "xen_moe_order_tokens": Work(pairs.blocks),
         "xen_moe_reduce_slots": Work(
             pairs.blocks,
@@ -241,10 +316,11 @@ def works(routing: Routing, blocks: dict[str, int], padded: bool, tile: int = 16
                 Part("fetch", FETCH, pairs.tiles, at_least=8, copies=2),
                 Part("fetch one", FETCH, pairs.singles, at_most=2, copies=2),
                 Part("add", "vld", pairs.turns - pairs.groups, 16, depth=3),
-                Part("send", SEND, (routing.sent - pairs.odd) / 4, at_least=4),
-                Part("send one", SEND, pairs.odd, at_most=1),
+                Part("send", SEND, (routing.sent - pairs.odd) / 4, at_least=4, depth=3),
+                Part("send one", SEND, pairs.odd, at_most=1, depth=3),
                 Part("wait", WAIT, pairs.waits, depth=3),
             ),
+            routing.ranks,
         ),
         "xen_moe_reduce_ranks": Work(
             routing.tokens / ranks,
@@ -322,11 +398,12 @@ def compile_counted(compile_program: Callable[[], Any], folder: str) -> Program:
     return Program(compiled.as_text(), dict(kernels), blocks, compiled, tuple(kernels))
 
 
-def pair_group(program: Program) -> int:
-    """Pairs that a combine reduces together."""
+def grouping(program: Program) -> Grouping:
+    """How a combine of this program groups its pairs."""
     from xen_moe_jax.pallas_kernels import reduce_slots
 
-    return reduce_slots.pairs_at_once(program.blocks.get("reduce_slots", 1))
+    order = program.kernels.get("xen_moe_order_pairs")
+    return Grouping(reduce_slots.pairs_at_once(program.blocks.get("reduce_slots", 1)), order.cores if order else 0)
 
 
 def counts(program: Program, routing: Routing, padded: bool) -> dict[str, Count]:
@@ -343,7 +420,7 @@ def counts(program: Program, routing: Routing, padded: bool) -> dict[str, Count]
 
 def counts_and_rest(program: Program, routing: Routing, padded: bool) -> tuple[dict[str, Count], dict[str, str]]:
     """`counts`, and why a kernel was not counted: small programs have fewer loops than `works` names."""
-    known = works(routing, {"push": 1, "place": 1, "reduce_slots": 1, "reduce_ranks": 1} | program.blocks, padded)
+    known = works(program, routing, padded)
     found, rest = {}, {}
     for name, loop in program.kernels.items():
         if name in known:
@@ -362,7 +439,7 @@ def random_experts(tokens: int, ranks: int, experts: int, top_k: int, seed: int)
     return np.argpartition(rng.random((ranks, tokens, experts), np.float32), top_k, axis=2)[..., :top_k]
 
 
-def random_routing(tokens: int, ranks: int, experts: int, top_k: int, pair_group: int, seed: int) -> Routing:
+def random_routing(tokens: int, ranks: int, experts: int, top_k: int, pairs: Grouping, seed: int) -> Routing:
     """Load of the busiest rank under uniform routing with distinct experts."""
     import numpy as np
 
@@ -376,13 +453,13 @@ def random_routing(tokens: int, ranks: int, experts: int, top_k: int, pair_group
         ranks,
         int((rows[busiest] > 0).sum()),
         int(rows[busiest].sum()),
-        visited_pairs(rows[busiest].reshape(-1), pair_group),
+        visited_pairs(rows[busiest].reshape(-1), pairs),
         tuple(np.bincount(idx[owner == busiest], minlength=experts)[np.unique(idx[owner == busiest])].tolist()),
         tuple((rows[busiest] > 0).sum(1).tolist()),
     )
 
 
-def uniform_routing(tokens: int, ranks: int, experts: int, top_k: int, pair_group: int, seed: int) -> Routing:
+def uniform_routing(tokens: int, ranks: int, experts: int, top_k: int, pairs: Grouping, seed: int) -> Routing:
     """Mean load of a rank under uniform routing with distinct experts of a token; it sends as many records as it
     gets."""
     import numpy as np
@@ -397,7 +474,7 @@ def uniform_routing(tokens: int, ranks: int, experts: int, top_k: int, pair_grou
         ranks,
         int((depths > 0).sum()),
         placed,
-        visited_pairs(depths.reshape(-1), pair_group),
+        visited_pairs(depths.reshape(-1), pairs),
         tuple(rng.multinomial(placed, np.full(local, 1 / local)).tolist()),
         tuple((depths > 0).sum(1).tolist()),
     )
@@ -424,7 +501,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--generation", choices=list(tpu_topologies.TOPOLOGIES), default="v5p")
     parser.add_argument("--case", choices=[case.name for case in tpu_programs.CASES], default="throughput")
-    parser.add_argument("--operations", nargs="+", choices=["dispatch", "combine"], default=["dispatch", "combine"])
+    chosen = ["dispatch", "combine", "redispatch", "exchange"]
+    parser.add_argument("--operations", nargs="+", choices=chosen, default=chosen[:2])
     parser.add_argument("--json", help="write the counts here")
     options = parser.parse_args()
 
@@ -443,7 +521,7 @@ def main() -> int:
     for operation in options.operations:
         compile_one = functools.partial(tpu_programs.compile_own, options.generation, case, operation, sizes)
         program = compile_counted(compile_one, folder)
-        routing = uniform_routing(case.tokens, 8, sizes["experts"], sizes["top_k"], pair_group(program), 0)
+        routing = uniform_routing(case.tokens, 8, sizes["experts"], sizes["top_k"], grouping(program), 0)
         found = counts(program, routing, case.layout == "padded")
         cycles = {name: c.total for name, c in found.items()} | {"XLA (its own estimate)": xla_cycles(program.text)}
         wire = tpu_programs.traffic(case, operation, moves(routing), sizes["hidden"])["ici_bytes"]

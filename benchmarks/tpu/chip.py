@@ -87,7 +87,7 @@ def counted(generation: str, devices: int, small: bool, folder: str) -> dict[str
                 known[key] = bundles.compile_counted(compile_one, folder)
             program = known[key]
             routing = bundles.uniform_routing(
-                case.tokens, devices, sizes(small)["experts"], sizes(small)["top_k"], bundles.pair_group(program), 0
+                case.tokens, devices, sizes(small)["experts"], sizes(small)["top_k"], bundles.grouping(program), 0
             )
             us = 1e6 / topology.clock_hz
             top_k = sizes(small)["top_k"]

@@ -206,15 +206,13 @@ def one_row(
     program = tpu_bundles.compile_counted(
         functools.partial(compile_layer, generation, model, tokens, grouped_matmul, weights_dtype), folder
     )
-    group = tpu_bundles.pair_group(program)
+    group = tpu_bundles.grouping(program)
     routing = tpu_bundles.random_routing(tokens, RANKS, model.experts, model.top_k, group, seed)
     active = len(routing.experts)
     of_expert = 3 * model.hidden * model.width * (2 if weights_dtype == "bfloat16" else 1)
     weights_us = active * of_expert / chip.hbm_bytes_per_s * 1e6
     of_experts = [round_up(n, GROUP) for n in routing.experts]
-    works = tpu_bundles.works(
-        routing, {"push": 1, "place": 1, "reduce_slots": 1, "reduce_ranks": 1} | program.blocks, False
-    )
+    works = tpu_bundles.works(program, routing, False)
     kernels = {
         kernel: round(moving_cycles(loop, works[kernel], routing.placed) * us, 2)
         for kernel, loop in program.kernels.items()

@@ -1,8 +1,9 @@
 """Reads libtpu's dump of the kernels that it compiles: their final VLIW bundles, and the loops in them.
 
 libtpu writes one file for every kernel, a bundle a line. A loop begins at a bundle that is tagged `LB` and ends with a
-branch back to it, whose delay slots belong to it too. (The rows of `>` before a bundle say less: an empty bundle has
-none, and the branch back shows outside of its loop.)
+branch back to it, whose delay slots belong to it too: those that every branch has, and further bundles with as many `>`
+as the loop. (The rows of `>` before a bundle alone say less: an empty bundle has none, and the branch back may show
+outside of its loop.)
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import pathlib
 import re
 from collections.abc import Iterator
 
-BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(LB|LH|LE|PB|PF|CT)?\s*:\s*>*\s*\{(.*)")
+BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(LB|LH|LE|PB|PF|CT)?\s*:\s*(>*)\s*\{(.*)")
 OPERATION = re.compile(r"(dma\.[a-z_.]+|vld|vst|vsel|sld|sst|vpop|vrot|vperm|vpack|vunpack)\b")
 BRANCH = re.compile(r"\bsbr\.rel (?:\(!?%\w+\) )?target = \$region(\d+)")
 REGION = re.compile(r"\bStart(?:/End empty)? region (\d+)")
 MEETING = re.compile(r"\bvwait\b")
 """Waits on a semaphore of another rank; a DMA is waited for by another operation."""
+SIGNAL = re.compile(r"\bvsyncadd\.remote\b")
+"""Signals a semaphore of another rank."""
 KERNEL = re.compile(r"-(xen_moe_\w+?)(?:\.\d+)*(?:\.\w+)*-\d+-final_bundles\.txt$")
 SHARED = ("BarrierMegacore", "barrier-megacore")
 """Names in a kernel whose grid is divided between two cores: the cores meet when it begins (the second name is
@@ -28,13 +31,20 @@ v4's)."""
 
 @dataclasses.dataclass
 class Loop:
-    """A loop's own bundles, their operations, and the loops inside it. `cores`: TensorCores that share a kernel's
-    steps."""
+    """A loop's own bundles, their operations, and the loops inside it.
+
+    Attributes:
+      signals: of a kernel's bundles those of one turn of the loops that signal every rank.
+      waits: of a kernel's bundles those of one turn of the loop that waits for the records of every semaphore.
+      cores: TensorCores that share a kernel's steps.
+    """
 
     depth: int
     bundles: int = 0
     operations: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     inner: list[Loop] = dataclasses.field(default_factory=list)
+    signals: int = 0
+    waits: int = 0
     cores: int = 1
 
     def all_inner(self) -> Iterator[Loop]:
@@ -61,10 +71,19 @@ def loops(text: str, delay: int | None = None) -> Loop:
     branches = {i: int(match[1]) for i, match in enumerate(map(BRANCH.search, bodies)) if match}
     delay = delay_slots(text) or 0 if delay is None else delay
     regions = {int(number): i for i, body in enumerate(bodies) for number in REGION.findall(body)}
-    back = {regions[to]: at + delay for at, to in branches.items() if regions.get(to, at + 1) <= at}
+    inside = [len(match[2]) for match in map(BUNDLE.match, text.splitlines()) if match]
+    back = {}
+    for at, to in branches.items():
+        if (begin := regions.get(to, at + 1)) <= at:
+            end = at + delay
+            while end + 1 < len(lines) and inside[end + 1] >= inside[begin] and not lines[end + 1][0]:
+                end += 1
+            back[begin] = end
     if lost := [f"{i:#x}" for i in begins if i not in back]:
         raise ValueError(f"no branch leads back to the loops that begin at {', '.join(lost)}")
     once = _meetings(bodies, branches, regions, begins, delay)
+    signals, waits = _loops_over_ranks(bodies, back, once)
+    once |= signals
 
     top = Loop(0, cores=2 if any(mark in text for mark in SHARED) else 1)
     stack, ends = [top], [len(lines)]
@@ -74,6 +93,8 @@ def loops(text: str, delay: int | None = None) -> Loop:
             ends.pop()
         if i in once:
             top.bundles += 1
+            top.signals += i in signals
+            top.waits += i in waits
             continue
         if i in back:
             stack[-1].inner.append(Loop(len(stack)))
@@ -100,7 +121,7 @@ def delay_slots(text: str) -> int | None:
 
 def _bundles(text: str) -> list[tuple[str | None, str]]:
     """Tag and operations of every bundle."""
-    return [(match[1], match[2]) for match in map(BUNDLE.match, text.splitlines()) if match]
+    return [(match[1], match[3]) for match in map(BUNDLE.match, text.splitlines()) if match]
 
 
 def _meetings(
@@ -116,6 +137,22 @@ def _meetings(
             if begins and begins[0] < begin:  # else it is the grid itself that is skipped
                 found |= set(range(begin, end))
     return found
+
+
+def _loops_over_ranks(bodies: list[str], back: dict[int, int], once: set[int]) -> tuple[set[int], set[int]]:
+    """Bundles of the loops that signal every rank; and of the loops that wait for the records of every semaphore: they
+    have loops inside, and stand in a branch that meets other ranks.
+    """
+    signals, waits = set(), set()
+    for begin, end in back.items():
+        bundles = set(range(begin, end + 1))
+        innermost = not any(begin < other <= end for other in back)
+        outermost = not any(other < begin <= until for other, until in back.items() if other in once)
+        if innermost and any(SIGNAL.search(bodies[i]) for i in bundles):
+            signals |= bundles
+        if not innermost and outermost and begin in once:
+            waits |= bundles
+    return signals, waits
 
 
 def request_dump(folder: str) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.lib import report
 from benchmarks.tpu import bundles as tpu_bundles
+from benchmarks.tpu import layer_floor
 from benchmarks.tpu import programs as tpu_programs
 from benchmarks.tpu import topologies as tpu_topologies
 
@@ -31,12 +32,22 @@ which count gaps between buffers twice, and the bytes that temporary buffers tak
 device in the two exchanges of the forward and the two of the backward pass, with uniform routing, over the all-to-all
 bandwidth of the torus. Kernels: VLIW bundles of our kernels, one a cycle. XLA: its own estimate of its operations; the
 grouped matmuls (the same in both), scalar gathers, sorts and collectives have none and are not in it."""
-TARGETS = {"v5p:2x2x4": "v5p", "v5e:4x4": "v5e", "v4:2x2x4": "v4", "v5p:4x4x4": "v5p", "v5e:8x8": "v5e"}
-"""Topologies and their generations: 16 devices of three, 64 of two."""
+TARGETS = {
+    "v5p:2x2x1": "v5p",
+    "v5e:2x4": "v5e",
+    "v5p:2x2x4": "v5p",
+    "v5e:4x4": "v5e",
+    "v4:2x2x4": "v4",
+    "v5p:4x4x4": "v5p",
+    "v5e:8x8": "v5e",
+}
+"""Topologies and their generations: one host (v5p-8, v5e-8), 16 devices of three, 64 of two."""
 SIZES = {"hidden": 7168, "experts": 256, "top_k": 8}
 TOKENS, WIDTH = 4096, 2048
 """DeepSeek-V3's layer, with the tokens of a device that the other figures have."""
 MATMULS = ("ragged_dot", "tokamax")
+PROGRAMS = ("xen_moe_jax", "jax.lax.ragged_all_to_all")
+"""Names of `layer_programs.OWN` and `layer_programs.PEER`."""
 IDENTITY = ("topology", "program", "matmul")
 
 
@@ -47,6 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topologies", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     parser.add_argument("--matmuls", nargs="+", choices=MATMULS, default=list(MATMULS))
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="write the figures here, and keep those that are there")
     parser.add_argument("--again", action="store_true", help="compile what the file has, too: the kernels have changed")
@@ -58,7 +70,6 @@ def main(arguments: list[str] | None = None) -> int:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from benchmarks.tpu.layer_programs import OWN, PEER
     from xen_moe_jax.experts import grouped_matmul
 
     document = earlier(options.json) or {"results": [], "left_out": []}
@@ -73,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
             leave_out(document, "tokamax", "not installed where this was compiled")
             continue
         for topology in options.topologies:
-            for program in (OWN, PEER):
+            for program in options.programs:
                 if known(document, topology, program, matmul) and not options.again:
                     continue
                 report.progress(f"{topology} {program} {matmul}")
@@ -84,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
                 document["time"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
                 if options.json:
                     report.write_json(options.json, document)
-    print("\n".join([*table(document), "", NOTICE, *left_out(document)]))
+    print("\n".join([*table(document), "", *floors(document), "", NOTICE, *left_out(document)]))
     return 0
 
 
@@ -172,10 +183,9 @@ def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) ->
 def kernel_cycles(program: tpu_bundles.Program, devices: int, seed: int) -> tuple[dict[str, float], dict[str, str]]:
     """Cycles of the library's kernels by name, instances of one name together; and the kernels that were not counted,
     with reasons."""
-    group = tpu_bundles.pair_group(program)
+    group = tpu_bundles.grouping(program)
     routing = tpu_bundles.uniform_routing(TOKENS, devices, SIZES["experts"], SIZES["top_k"], group, seed)
-    blocks = {"push": 1, "place": 1, "reduce_slots": 1, "reduce_ranks": 1} | program.blocks
-    works = tpu_bundles.works(routing, blocks, padded=False)
+    works = tpu_bundles.works(program, routing, padded=False)
     counted: dict[str, float] = {}
     uncounted = {}
     for name, loop in program.every_kernel:
@@ -193,7 +203,9 @@ def ici_bytes(own: bool, devices: int, seed: int) -> int:
     """Bytes that leave a device: two exchanges forward, two backward, of a row for each (token, rank) by the library,
     of a row for each slot by the peer; bfloat16.
     """
-    routing = tpu_bundles.uniform_routing(TOKENS, devices, SIZES["experts"], SIZES["top_k"], 16, seed)
+    routing = tpu_bundles.uniform_routing(
+        TOKENS, devices, SIZES["experts"], SIZES["top_k"], tpu_bundles.Grouping(16), seed
+    )
     row = SIZES["hidden"] * 2
     if not own:
         return 4 * routing.placed * (devices - 1) // devices * row
@@ -251,6 +263,12 @@ def table(document: dict[str, Any]) -> list[str]:
     """Returns the rows as a Markdown table."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---|---|---|" + "---:|" * (len(COLUMNS) - 4) + "---|"]
     return lines + ["| " + " | ".join(cells(row, document)) + " |" for row in document["results"]]
+
+
+def floors(document: dict[str, Any]) -> list[str]:
+    """Returns the static floor of each row as a Markdown table."""
+    chips = {topology: tpu_topologies.TOPOLOGIES[generation] for topology, generation in TARGETS.items()}
+    return layer_floor.table(document, chips)
 
 
 if __name__ == "__main__":

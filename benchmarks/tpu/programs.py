@@ -95,12 +95,13 @@ def gathered(case: Case, operation: str, ranks: int, top_k: int, hidden: int) ->
 def traffic(case: Case, operation: str, counts: Counts, hidden: int, top_k: int = 8, ranks: int = 8) -> dict[str, int]:
     """Bytes and DMAs of the library's kernels on the busiest rank.
 
-    HBM passes. Dispatch: tokens read once, records written by arriving DMAs, records read once per row, rows written
-    once.
+    HBM passes. Dispatch and redispatch: tokens read once, records written by arriving DMAs, records read once per row,
+    rows written once.
     Combine: rows of y read (a bfloat16 row arrives with the row that shares its words), records written, records
       read, out.
     Start and done: the send buffer besides, written and read. A rank sends as many records as it receives, to within
       the routing's noise.
+    Exchange (`ragged_all_to_all`): a row for every slot, read once and written once.
     """
     from xen_moe_jax._quantize import parse_wire
     from xen_moe_jax._spec import scale_blocks
@@ -108,7 +109,17 @@ def traffic(case: Case, operation: str, counts: Counts, hidden: int, top_k: int 
     from xen_moe_jax.pallas_kernels.record import Header
 
     operation, _, halves = operation.partition(" ")
-    wire = case.dispatch_wire if operation == "dispatch" else case.combine_wire
+    if operation == "exchange":
+        row = 2 * hidden
+        return {
+            "record_bytes": row,
+            "ici_bytes": counts.off_rank_duplicated * row,
+            "ici_bytes_minimum": counts.off_rank_duplicated * row,
+            "hbm_bytes": 2 * counts.rows * row,
+            "remote_dmas": ranks,
+            "local_dmas": 0,
+        }
+    wire = {"dispatch": case.dispatch_wire, "combine": case.combine_wire}.get(operation)
     header = Header(top_k).words if operation == "dispatch" else 0
     record = record_of(hidden, "bfloat16", False, parse_wire(wire), header).bytes
     minimum = hidden + 4 * scale_blocks(hidden) if wire else 2 * hidden
@@ -116,7 +127,7 @@ def traffic(case: Case, operation: str, counts: Counts, hidden: int, top_k: int 
     if gathers:
         counts = dataclasses.replace(counts, off_rank=(ranks - 1) * case.tokens, records=ranks * case.tokens)
     tokens, rows = case.tokens * hidden * 2, counts.rows * hidden * 2
-    if operation == "dispatch":
+    if operation != "combine":
         hbm = tokens + counts.records * record + counts.rows * record + rows
         local = counts.rows
     else:
@@ -179,23 +190,36 @@ def compile_own(generation: str, case: Case, operation: str, sizes: dict[str, in
     operation, _, halves = operation.partition(" ")
     config = xm.KernelConfig(backend="pallas")
 
-    def combine(y, idx, positions, recv_counts, weights):
+    def handle_of(idx, positions, recv_counts, weights):
         rows = worst_case_capacity(
             layout=case.layout, num_ranks=ranks, num_tokens=tokens, top_k=top_k, num_experts=experts, alignment=1
         )
         spec = Spec(axes, tuple(mesh.shape.values()), experts, tokens, top_k, case.layout, capacity or rows)
-        handle = xm.Handle(idx, positions, recv_counts, weights, spec)
+        return xm.Handle(idx, positions, recv_counts, weights, spec)
+
+    def combine(y, *handle):
         if halves:
-            return xm.combine_done(xm.combine_start(y, handle, wire=case.combine_wire, config=config))
-        return xm.combine(y, handle, wire=case.combine_wire, config=config)
+            return xm.combine_done(xm.combine_start(y, handle_of(*handle), wire=case.combine_wire, config=config))
+        return xm.combine(y, handle_of(*handle), wire=case.combine_wire, config=config)
+
+    def redispatch(x, *handle):
+        return xm.redispatch(x, handle_of(*handle), config=config)
+
+    def exchange(x, output, *segments):
+        return xm.ragged_all_to_all(x, output, *segments, axis_name=name, config=config)
 
     tables = [struct((tokens, top_k), jnp.int32)]
     body: Callable[..., Any]
-    if operation == "combine":
+    if operation == "exchange":
+        body = exchange
+        operands = [struct((tokens * top_k, hidden), jnp.bfloat16), struct((capacity or tokens, hidden), jnp.bfloat16)]
+        operands += [struct((ranks,), jnp.int32)] * 4
+    elif operation in ("combine", "redispatch"):
         local = -(-experts // ranks)
         rows = (capacity,) if case.layout == "grouped" else (local, ranks * tokens)
-        body = combine
-        operands = [struct((*rows, hidden), jnp.bfloat16), *tables]
+        body = combine if operation == "combine" else redispatch
+        payload = rows if operation == "combine" else (tokens,)
+        operands = [struct((*payload, hidden), jnp.bfloat16), *tables]
         operands += [
             struct((ranks, tokens, top_k), jnp.int32),
             struct((ranks, local), jnp.int32),

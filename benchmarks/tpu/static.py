@@ -43,9 +43,13 @@ README_V5P = {
     "throughput_gb_per_s": {"dispatch": 195.0, "combine": 198.0},
     "low_latency_us": {"dispatch": 142.0, "combine": 285.0},
 }
-OPERATIONS = ("dispatch", "combine", "dispatch halves", "combine halves")
-"""The fused operations push row by row; start and done pack a send buffer and send one run of rows to each peer."""
-HALVES_ON = ("v5e", "v5p")
+OPERATIONS = ("dispatch", "combine", "dispatch halves", "combine halves", "redispatch", "exchange")
+"""The fused operations push row by row; start and done pack a send buffer and send one run of rows to each peer. A
+redispatch is the gradient of a combine; the exchange is `ragged_all_to_all`, of a row for every slot."""
+FOR_MOST_DEVICES = OPERATIONS[:2]
+"""Operations that are compiled for the most devices, too."""
+OTHERS_ON = ("v5e", "v5p")
+"""Generations for which the operations behind the first two are compiled, in the case "throughput"."""
 PEER_CASE = "throughput-bf16"
 """Case for which the peer is counted: bfloat16 rows, as it sends them."""
 
@@ -78,11 +82,7 @@ def main(options: argparse.Namespace, line: list[str]) -> int:
     rows = earlier_rows(options.json, fixed)
     for key in wanted(options.generations, options.cases, options.compiled):
         report.progress(" ".join(key))
-        generation, program, case, operation = key
-        if program == "xen_moe_jax":
-            rows[key] = own_row(generation, cases[case], operation, options.seed, compiler)
-        else:
-            rows[key] = peer_row(generation, cases[case], sizes, options.seed)
+        rows[key] = row_of(key, cases, fixed, compiler)
         everything = wanted(None, None)
         document = {
             "command": report.command_line(line),
@@ -116,7 +116,7 @@ def wanted(
         if generations is not None and generation not in generations:
             continue
         found += [(generation, "xen_moe_jax", name, operation) for name in names for operation in OPERATIONS[:2]]
-        if generation in HALVES_ON and "throughput" in names:
+        if generation in OTHERS_ON and "throughput" in names:
             found += [(generation, "xen_moe_jax", "throughput", operation) for operation in OPERATIONS[2:]]
         if PEER_CASE in names:
             found.append((generation, "jax.lax.ragged_all_to_all", PEER_CASE, "dispatch"))
@@ -184,9 +184,10 @@ class Compiler:
         return self.found[key]
 
 
-def row_of_eight(generation: str, case: Case, operation: str, seed: int, compiler: Compiler) -> dict[str, Any]:
-    """Compiles one operation of the library for 8 devices, and counts it."""
-    sizes = compiler.sizes
+def own_row(generation: str, case: Case, operation: str, seed: int, compiler: Compiler) -> dict[str, Any]:
+    """Compiles one operation of the library for 8 devices, and some operations for the most devices too, and counts
+    it."""
+    sizes, topology = compiler.sizes, tpu_topologies.TOPOLOGIES[generation]
     program, seconds = compiler(generation, case, operation, 8)
     counts = count_rows(case.tokens, 8, sizes["experts"], sizes["top_k"], seed)
     row: dict[str, Any] = {
@@ -197,20 +198,11 @@ def row_of_eight(generation: str, case: Case, operation: str, seed: int, compile
     row["scalar_operations"] = tpu_bundles.scalar_operations(program.text)
     if "halves" not in operation:
         routing = tpu_bundles.random_routing(
-            case.tokens, 8, sizes["experts"], sizes["top_k"], tpu_bundles.pair_group(program), seed
+            case.tokens, 8, sizes["experts"], sizes["top_k"], tpu_bundles.grouping(program), seed
         )
         found = tpu_bundles.counts(program, routing, case.layout == "padded")
         row["bundles"] = {name: {"step": c.step, "turn": c.turn, "cores": c.cores} for name, c in found.items()}
-    return row
-
-
-def own_row(generation: str, case: Case, operation: str, seed: int, compiler: Compiler) -> dict[str, Any]:
-    """Compiles one operation of the library for 8 devices, and where it is synchronous for the most devices too, and
-    counts it."""
-    sizes, topology = compiler.sizes, tpu_topologies.TOPOLOGIES[generation]
-    row = row_of_eight(generation, case, operation, seed, compiler)
-    if "halves" not in operation:
-        program, _ = compiler(generation, case, operation, 8)
+    if operation in FOR_MOST_DEVICES:
         most = tpu_budget.CHIPS[-1]
         large, seconds = compiler(generation, case, operation, most)
         facts = compiled_facts(large.compiled, seconds)
@@ -231,6 +223,7 @@ COUNTED = (
     "temp_bytes",
     "argument_bytes",
     "output_bytes",
+    "budget",
 )
 """Counts that a second compilation of the same program repeats, to the last bundle and byte."""
 
@@ -242,25 +235,38 @@ def moved(known: dict[str, Any], again: dict[str, Any]) -> list[str]:
         if name == "bundles" and known.get(name) and again.get(name):
             pairs = [(kernel, known[name].get(kernel), again[name].get(kernel)) for kernel in known[name] | again[name]]
             lines += [f"bundles of {kernel}: {now}, the file has {old}" for kernel, old, now in pairs if old != now]
+        elif name == "budget" and known.get(name) and again.get(name):
+            both = zip(known[name], again[name], strict=True)
+            lines += [f"budget: {now}, the file has {old}" for old, now in both if old != now]
         elif known.get(name) != again.get(name):
             lines.append(f"{name}: {again.get(name)}, the file has {known.get(name)}")
+    if "largest" in known or "largest" in again:
+        largest = moved(known.get("largest", {}), again.get("largest", {}))
+        lines += [f"most devices: {line}" for line in largest]
     return lines
 
 
 def check(path: str, keys: list[Key], cases: dict[str, Case], fixed: dict[str, Any], compiler: Compiler) -> list[str]:
-    """Compiles these rows of a file again for 8 devices; returns a line for each count that has moved.
+    """Compiles these rows of a file again; returns a line for each count that has moved.
 
     Raises:
       ValueError: the file is of other versions, sizes, seed or tokens, or lacks a row.
     """
     rows, lines = earlier_rows(path, fixed), []
-    for key in (key for key in keys if key[1] == "xen_moe_jax"):
+    for key in keys:
         if key not in rows:
             raise ValueError(f"--check {path}: has no row {' '.join(key)}; make it with --json {path}")
-        generation, _, case, operation = key
-        again = row_of_eight(generation, cases[case], operation, fixed["seed"], compiler)
+        again = json.loads(json.dumps(row_of(key, cases, fixed, compiler)))
         lines += [f"{' '.join(key)}: {line}" for line in moved(rows[key], again)]
     return lines
+
+
+def row_of(key: Key, cases: dict[str, Case], fixed: dict[str, Any], compiler: Compiler) -> dict[str, Any]:
+    """Compiles and counts one row."""
+    generation, program, case, operation = key
+    if program == "xen_moe_jax":
+        return own_row(generation, cases[case], operation, fixed["seed"], compiler)
+    return peer_row(generation, cases[case], fixed["sizes"], fixed["seed"])
 
 
 def peer_row(generation: str, case: Case, sizes: dict[str, int], seed: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 GIGA = 1e9
+TERA = 1e12
 
 
 FLAT = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)}
@@ -47,6 +48,7 @@ class Topology:
     large: a large topology of the generation, or None.
     ici_bytes_per_s: rate at which one device can inject into ICI. hbm_bytes_per_s: HBM of one device. source: source of
       the figures.
+    flops_per_s: peak of bfloat16 matmuls of one device, of the same sources.
     link_bytes_per_s: rate of one ICI link, one way. clock_hz: clock of the TensorCore, from peak FLOP/s and the number
       and size of the matrix units. flat: chips form a two-dimensional torus, not a three-dimensional one.
       devices_per_chip: JAX devices.
@@ -57,6 +59,7 @@ class Topology:
     ici_bytes_per_s: float
     hbm_bytes_per_s: float
     source: str
+    flops_per_s: float
     options: tuple[tuple[str, Any], ...] = ()
     large: str | None = None
     link_bytes_per_s: float = 50 * GIGA
@@ -118,6 +121,7 @@ TOPOLOGIES = {
             300 * GIGA,
             1200 * GIGA,
             "arXiv:2304.01433, table 4: 6 links of 50 GB/s, 1200 GB/s HBM",
+            275 * TERA,
             options=(("chip_config_name", "megacore"), ("chips_per_host_bounds", (2, 2, 1))),
             clock_hz=1.05 * GIGA,
         ),
@@ -127,6 +131,7 @@ TOPOLOGIES = {
             200 * GIGA,
             819 * GIGA,
             CLOUD + "v5e: 400 GB/s both ways, 819 GB/s HBM",
+            197 * TERA,
             large="v5e:16x16",
             flat=True,
             clock_hz=1.5 * GIGA,
@@ -137,6 +142,7 @@ TOPOLOGIES = {
             600 * GIGA,
             2765 * GIGA,
             CLOUD + "v5p: 1200 GB/s both ways, 2765 GB/s HBM",
+            459 * TERA,
             large="v5p:8x8x8",
             link_bytes_per_s=100 * GIGA,
             clock_hz=1.75 * GIGA,
@@ -147,6 +153,7 @@ TOPOLOGIES = {
             400 * GIGA,
             1638 * GIGA,
             CLOUD + "v6e: 800 GB/s both ways, 1638 GB/s HBM",
+            918 * TERA,
             flat=True,
             link_bytes_per_s=100 * GIGA,
             clock_hz=1.75 * GIGA,
@@ -157,6 +164,7 @@ TOPOLOGIES = {
             300 * GIGA,
             3690 * GIGA,
             CLOUD + "tpu7x: 1200 GB/s both ways, 7380 GB/s HBM per chip of two devices",
+            1153.5 * TERA,
             link_bytes_per_s=100 * GIGA,
             clock_hz=2.2 * GIGA,
             devices_per_chip=2,

@@ -31,7 +31,7 @@ def test_rows_of_a_generation_and_of_a_case():
         ("v6e", "xen_moe_jax", "low-latency", "combine"),
     ]
     everything = tpu_static.wanted(None, None)
-    assert len(set(everything)) == len(everything) == 5 * (4 * 2 + 1) + 2 * 2
+    assert len(set(everything)) == len(everything) == 5 * (4 * 2 + 1) + 2 * 4
     parts = [key for g in TOPOLOGIES for case in CASES for key in tpu_static.wanted([g], [case.name])]
     assert sorted(parts) == sorted(everything)
 
@@ -87,9 +87,9 @@ def test_the_targets_hold_in_the_file():
     for generation, case, most in tpu_budget.TARGETS:
         assert needs(generation, case, 8)[0] <= most, (generation, case)
     for generation in TOPOLOGIES:
-        for case in ("throughput", "throughput-bf16"):
-            core, wire = needs(generation, case, 256)
-            assert core <= 1.5 * wire, (generation, case, core, wire)
+        for case in CASES:
+            core, wire = needs(generation, case.name, 256)
+            assert core <= tpu_budget.MOST_OF_WIRE * wire, (generation, case.name, core, wire)
 
 
 @pytest.mark.parametrize("cases", [["low-latency-bf16"], ["throughput-bf16", "low-latency-bf16"], None])
@@ -110,6 +110,12 @@ def test_a_count_that_has_moved_is_named():
         "temp_bytes: 6, the file has 5",
     ]
     assert tpu_static.moved(known, known | {"hbm_bytes": 7}) == ["hbm_bytes: 7, the file has None"]
+    large = known | {"largest": {"temp_bytes": 8}, "budget": [{"devices": 8, "wire_us": 1.0}, {"devices": 16}]}
+    other = known | {"largest": {"temp_bytes": 9}, "budget": [{"devices": 8, "wire_us": 2.0}, {"devices": 16}]}
+    assert tpu_static.moved(large, other) == [
+        "budget: {'devices': 8, 'wire_us': 2.0}, the file has {'devices': 8, 'wire_us': 1.0}",
+        "most devices: temp_bytes: 9, the file has 8",
+    ]
 
 
 def test_a_row_that_a_file_lacks_is_no_agreement(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ pytest.importorskip("flax", reason="the layer's configuration is the Flax layers
 
 from benchmarks.layers import layer_programs
 from benchmarks.tpu import layer as tpu_layer
+from benchmarks.tpu import layer_floor
 from benchmarks.tpu import layer_programs as tpu_layer_programs
 from benchmarks.tpu import programs as tpu_programs
 from benchmarks.tpu import topologies as tpu_topologies
@@ -112,6 +114,46 @@ def test_a_decode_of_the_flax_layer_is_grouped_and_gathered():
     assert "xen_moe_pack_tokens" in own and "xen_moe_push" not in own, own  # records leave by XLA's all-gather
     assert "all-gather" in tpu_programs.collectives(text)
     assert "xen_moe_decode_experts" in own and not tpu_layer_programs.matmul_kernels(text)
+
+
+STEP = re.compile(r"^\s*%(?:xen_moe_(start|done)|(ragged-dot)-none)\S* = .*tpu_custom_call")
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("generation", ["v5p", pytest.param("v5e", marks=pytest.mark.slow)])
+def test_exchanges_of_chunks_travel_while_the_experts_compute(generation):
+    """In the scheduled program the dispatch of the second chunk starts before the three matmuls of the first one and is
+    done behind them, and so is the combine of the first chunk with those of the second."""
+    pytest.importorskip("libtpu", reason="compiling for TPU needs libtpu: pip install 'xen-moe-jax[tpu]'")
+    sizes = {"hidden": 2048, "experts": 16, "top_k": 2}
+    own = tpu_layer_programs.OWN
+    text = tpu_layer_programs.compile_layer(own, generation, None, 1024, sizes, 1024, chunks=2).as_text()
+    assert "is_scheduled=true" in text
+    steps = [match[1] or match[2] for match in map(STEP.match, text[text.index("ENTRY") :].splitlines()) if match]
+    experts = ["ragged-dot"] * 3
+    assert steps == ["start", "done", "start", *experts, "done", "start", *experts, "done", "start", "done"]
+
+
+def test_programs_are_those_of_the_command():
+    assert tpu_layer.PROGRAMS == (tpu_layer_programs.OWN, tpu_layer_programs.PEER)
+
+
+def test_the_floor_of_a_layer():
+    """A layer whose wire is shorter than its matmuls: 12 us, of which the kernels that send hide 2 and 3 a pass."""
+    chip = tpu_topologies.TOPOLOGIES["v5p"]
+    rows, sizes = 64 * 8, {"hidden": 128, "experts": 16, "top_k": 8}
+    least = layer_floor.matmuls_us(chip, rows, 2, 128, 64)
+    assert least == 9 * 2 * (rows * 128 + rows * 64 + 2 * 128 * 64) / chip.hbm_bytes_per_s * 1e6  # bytes take longer
+    many = layer_floor.matmuls_us(chip, 1 << 20, 2, 4096, 4096)
+    assert many == 9 * 2 * 2**44 / chip.flops_per_s * 1e6
+    row = {"devices": 8, "wire_us": 12.0, "xla_us": 5.0}
+    row["by_kernel_us"] = {"xen_moe_push": 4.0, "xen_moe_reduce_slots": 6.0, "xen_moe_place": 1.0}
+    found = layer_floor.floor(row, chip, sizes, 64, 64)
+    core = round(least + 5 + 11, 1)
+    assert found["hidden_us"] == core and found["forward_hidden_us"] == round(least + 5 + 11 + 1, 1)
+    assert found["in_turn_us"] == round(least + 5 + 11 + 2, 1) and found["goal_us"] == round(1.15 * 12, 1)
+    peer = layer_floor.floor(row | {"by_kernel_us": {}}, chip, sizes, 64, 64)
+    assert peer["in_turn_us"] == round(least + 5 + 12, 1)
 
 
 @pytest.mark.slow

@@ -18,38 +18,55 @@ def quick_interpreter():
         yield
 
 
-def expected_block(rows, peer, slots):
-    """Numbers of the pairs that exist, those with most rows first, earlier ones before later ones."""
-    exist = [p for p in range(len(peer)) if peer[p] >= 0]
-    return sorted(exist, key=lambda p: -(rows[p] >= 0).sum())
+def in_order(numbers, rows):
+    """Numbers of pairs, those with most rows first, earlier ones before later ones."""
+    return sorted(numbers, key=lambda p: -(rows[p] >= 0).sum())
 
 
-@pytest.mark.parametrize(("pairs", "slots", "group"), [(24, 3, 8), (600, 8, 16), (256, 1, 128)])
-def test_pairs_are_ordered_by_depth(pairs, slots, group):
+def expected_blocks(rows, peer, block, cores):
+    """Numbers of the pairs of every block, core by core: those that exist of its part of the blocks, `block` by
+    `block`."""
+    size = -(-len(peer) // (block * cores)) * block
+    found = []
+    for core in range(cores):
+        exist = [p for p in range(core * size, min((core + 1) * size, len(peer))) if peer[p] >= 0]
+        blocks = [exist[n : n + block] for n in range(0, len(exist), block)]
+        found.append([in_order(b, rows) for b in blocks or ([[]] if core == 0 else [])])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pairs", "slots", "group", "missing", "cores"),
+    [(24, 3, 8, 0.2, 1), (1500, 8, 16, 0.6, 2), (600, 8, 16, 0.9, 1), (256, 1, 128, 0.0, 1), (512, 2, 16, 1.0, 2)],
+)
+def test_pairs_that_exist_are_together_and_ordered_by_depth(pairs, slots, group, missing, cores):
     rng = np.random.default_rng(pairs)
     rows = rng.integers(0, 1 << 30, (pairs, slots))
     rows[rng.random((pairs, slots)) < 0.6] = -1
     rows[rng.random((pairs, slots)) < 0.05] = -2  # dropped: the pair exists nevertheless
+    rows[rng.random(pairs) < missing] = -1
     peer = np.where((rows != -1).any(1), rng.integers(0, 300, pairs), -1)
     address = rng.integers(0, 1 << 22, pairs)
     operands = [jnp.asarray(a, jnp.int32) for a in (rows, peer, address)]
-    columns, tables, beside = order_pairs(*operands, group, launch=Launch(8, interpret=pltpu.InterpretParams()))
-    tables = np.asarray(tables).reshape(-1, columns.rows, columns.block)
+    launch = Launch(8, interpret=pltpu.InterpretParams(), cores=cores)
+    columns, tables, beside, made = order_pairs(*operands, group, launch=launch)
+    tables = np.asarray(tables).reshape(cores, -1, columns.rows, columns.block)
     assert beside.shape[1:] == (group, columns.block // group * slots)
-    upright = np.asarray(beside).reshape(len(tables), group, -1, slots).swapaxes(1, 2).reshape(len(tables), -1, slots)
-    for b, table in enumerate(tables):
-        here = slice(b * columns.block, (b + 1) * columns.block)
-        order = expected_block(rows[here], peer[here], slots)
-        depths = (rows[here] >= 0).sum(1)
-        want = np.full((len(order), slots), -1)
+    upright = np.asarray(beside).reshape(*tables.shape[:2], group, -1, slots).swapaxes(2, 3)
+    upright = upright.reshape(*tables.shape[:2], -1, slots)
+    expected = expected_blocks(rows, peer, columns.block, cores)
+    assert np.asarray(made).tolist() == [len(blocks) for blocks in expected]
+    for core, b, order in ((c, b, order) for c, blocks in enumerate(expected) for b, order in enumerate(blocks)):
+        table, n = tables[core, b], len(order)
+        depths = (rows[order] >= 0).sum(1) if n else np.zeros(0, int)
+        want = np.full((n, slots), -1)
         for i, p in enumerate(order):
-            used = [r for r in rows[here][p] if r >= 0]
+            used = [r for r in rows[p] if r >= 0]
             want[i, : len(used)] = used
-        n = len(order)
-        assert np.array_equal(table[:slots, :n].T, want) and np.array_equal(upright[b, :n], want)
-        assert np.array_equal(table[columns.peer, :n], peer[here][order])
-        assert np.array_equal(table[columns.address, :n], address[here][order])
-        assert np.array_equal(table[columns.depth, :n], depths[order])
+        assert np.array_equal(table[:slots, :n].T, want) and np.array_equal(upright[core, b, :n], want)
+        assert np.array_equal(table[columns.peer, :n], peer[order])
+        assert np.array_equal(table[columns.address, :n], address[order])
+        assert np.array_equal(table[columns.depth, :n], depths)
         assert (table[columns.peer, n:] == -1).all() and (table[columns.depth, n:] == 0).all()
-        deeper = [int((depths[order] > s).sum()) for s in range(slots)]
+        deeper = [int((depths > s).sum()) for s in range(slots)]
         assert table[columns.facts, : slots + 1].tolist() == [*deeper, n]

@@ -198,8 +198,9 @@ def _slice_plan(records: jax.Array, starts: jax.Array, spec: Spec) -> SlicePlan:
 
 
 def staging_rows(spec: Spec) -> int:
-    """Records that staging has room for. No record arrives in the last ones: blocks of headers reach past the final
-    record."""
+    """Records that staging has room for. No record arrives in the last ones. With them the staging of a dispatch is
+    larger than that of a combine, and only then XLA puts the second where the first was: 254 MiB less for 4096 fp8
+    tokens."""
     return plan.dispatch_staging_rows(spec) + index_kernel.records_at_once(spec.num_tokens)
 
 
@@ -213,11 +214,7 @@ def for_all_gather(todo: HeaderPlan, spec: Spec) -> HeaderPlan:
 
 def all_gathered(records: jax.Array, spec: Spec) -> jax.Array:
     """Staging with every rank's records; a rank finds its own slots in their headers."""
-    staged = lax.all_gather(records, spec.axis_name, tiled=True)
-    at_once = index_kernel.records_at_once(spec.num_tokens)
-    if spec.num_tokens % at_once == 0:  # then no block of headers reaches behind the last record
-        return staged
-    return jnp.pad(staged, ((0, at_once), (0, 0), (0, 0)))
+    return lax.all_gather(records, spec.axis_name, tiled=True)
 
 
 def _group_starts(totals: jax.Array, spec: Spec) -> jax.Array:

@@ -1,0 +1,71 @@
+"""The static floor of a layer with its gradients, from the terms of one device that `benchmarks.tpu.layer` counts.
+
+The nine grouped matmuls need their operations over the peak of the matrix units, or their bytes over HBM; the exchanges
+need their bytes over the all-to-all bandwidth of the torus; our kernels need their bundles, and XLA's operations what
+XLA estimates. A kernel that sends rows sends them while it makes them: it and its exchange take the longer of both.
+The work of the core is added up. Three sums differ in how much of the wire is hidden behind it; the goal is `GOAL`
+times the longer of matmuls and wire.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.tpu.topologies import Topology
+
+GOAL = 1.15
+SENDING = ("xen_moe_push", "xen_moe_reduce_slots")
+"""Kernels that send rows, once forward and once backward each."""
+MATMULS = 9
+"""Grouped matmuls of gate, up and down: forward, and backward by rows and by weights."""
+
+
+def matmuls_us(chip: Topology, rows: int, experts: int, hidden: int, width: int) -> float:
+    """Microseconds of all grouped matmuls on `rows` rows of `experts` experts of one device, in bfloat16."""
+    operations = 2 * rows * hidden * width
+    moved = 2 * (rows * hidden + rows * width + experts * hidden * width)
+    return MATMULS * max(operations / chip.flops_per_s, moved / chip.hbm_bytes_per_s) * 1e6
+
+
+def floor(row: dict[str, Any], chip: Topology, sizes: dict[str, int], tokens: int, width: int) -> dict[str, float]:
+    """Sums for a row of `benchmarks.tpu.layer`, in microseconds.
+
+    Returns:
+      `matmuls_us`; `in_turn_us`: nothing is hidden but by the kernels that send; `forward_hidden_us`: the exchanges of
+      the forward pass travel while the core works, as in chunks; `hidden_us`: all exchanges do; `goal_us`.
+    """
+    local = -(-sizes["experts"] // row["devices"])
+    matmuls = matmuls_us(chip, tokens * sizes["top_k"], local, sizes["hidden"], width)
+    wire, kernels, xla = row["wire_us"], row["by_kernel_us"], row["xla_us"]
+    core = matmuls + xla + sum(kernels.values())
+    # four exchanges of nearly the same bytes; the peer's have no kernel that sends
+    beyond = [max(wire / 4 - kernels.get(name, 0.0) / 2, 0.0) for name in SENDING]
+    return {
+        "matmuls_us": round(matmuls, 1),
+        "in_turn_us": round(core + 2 * sum(beyond), 1),
+        "forward_hidden_us": round(max(core + sum(beyond), wire), 1),
+        "hidden_us": round(max(core, wire), 1),
+        "goal_us": round(GOAL * max(matmuls, wire), 1),
+    }
+
+
+COLUMNS = ("topology", "matmul", "program", "matmuls", "wire", "kernels", "XLA", "in turn", "forward hidden", "hidden")
+
+
+def table(document: dict[str, Any], chips: dict[str, Topology]) -> list[str]:
+    """Lines of a Markdown table: the terms in microseconds, and each sum over the longer of matmuls and wire.
+
+    Args:
+      chips: by topology.
+    """
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|---|---|---|" + "---:|" * (len(COLUMNS) - 3)]
+    for row in document["results"]:
+        sums = floor(
+            row, chips[row["topology"]], document["sizes"], document["sizes"]["tokens"], document["sizes"]["width"]
+        )
+        least = sums["goal_us"] / GOAL
+        cells = [row["topology"], row["matmul"], row["program"]]
+        cells += [f"{n:.0f}" for n in (sums["matmuls_us"], row["wire_us"], row["kernels_us"], row["xla_us"])]
+        cells += [f"{sums[name] / least:.2f}" for name in ("in_turn_us", "forward_hidden_us", "hidden_us")]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
