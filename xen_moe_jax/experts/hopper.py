@@ -250,8 +250,8 @@ def _by_rows_of(bias: Any, group_sizes: Any, cotangent: Any) -> Any:
     ends = jnp.cumsum(group_sizes)
     row = jnp.arange(cotangent.shape[0], dtype=jnp.int32)[:, None]
     mine = (row < ends[None, :]) & (row >= (ends - group_sizes)[None, :])
-    used = row < ends[-1]
-    products = jnp.dot(jnp.where(used, cotangent, 0), bias.T, preferred_element_type=jnp.float32)
+    # A row past the last group, which may be NaN, reaches no other row: no pass over the cotangent clears it.
+    products = jnp.dot(cotangent, bias.T, preferred_element_type=jnp.float32)
     return jnp.sum(jnp.where(mine, products, 0), axis=1)
 
 
