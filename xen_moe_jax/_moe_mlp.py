@@ -17,6 +17,7 @@ from xen_moe_jax._placement import Placement
 from xen_moe_jax._quantized_weight import QuantizedWeight, check_format, without_gradient
 from xen_moe_jax._replicated import combine_replicated, dispatch_replicated
 from xen_moe_jax._types import BlockScaled, MoEMLPInfo, Routed
+from xen_moe_jax.experts import float8
 from xen_moe_jax.experts.combined import Return, experts_and_combine, run_experts
 from xen_moe_jax.experts.function import ACTIVATIONS, APPLY_WEIGHTS_TO, GROUPED_MATMULS, ExpertFunction
 
@@ -41,7 +42,7 @@ def moe_mlp(
     activation_alpha: float = 1.702,
     biases: tuple[jax.Array | None, jax.Array, jax.Array] | None = None,
     apply_weights_to: str = "rows",
-    experts: Callable[..., jax.Array] | None = None,
+    experts: str | Callable[..., jax.Array] | None = None,
     grouped_matmul: str | Callable[..., jax.Array] = "auto",
     layout: str = "grouped",
     capacity: int | None = None,
@@ -79,7 +80,8 @@ def moe_mlp(
       apply_weights_to: where a router weight meets its row: "rows", the expert's output, while combine adds up;
         "activation", in front of `down`, rounded with it; "input", the token that goes into the expert, rounded once.
       experts: in place of the MLP: `experts(rows, group_sizes, weights) -> rows` with a dict of the weights (and of
-        "gate_bias", ...), as `MoEConfig.experts`. Shapes of the weights are then its own matter.
+        "gate_bias", ...), as `MoEConfig.experts`. Shapes of the weights are then its own matter. "float8_e4m3fn": the
+        MLP with rows, weights and cotangents quantized in front of each matmul, as `MoEConfig.expert_dtype`.
       grouped_matmul: "auto" (the fastest one), "ragged_dot" (the only one with forward mode and second derivatives),
         "tokamax", "hopper", or a function `(rows [C, A], weights [L, A, B], group_sizes [L]) -> [C, B]`.
       layout: "grouped", or "padded" (batched matmuls over `[L, R*T, H]`).
@@ -99,6 +101,8 @@ def moe_mlp(
     Raises:
       ValueError, TypeError: an argument is wrong, or the call is not inside `jax.shard_map` over `axis_name`.
     """
+    if isinstance(experts, str):
+        grouped_matmul, experts = float8.choose(experts, grouped_matmul, None, layout, f"{CALLER}: experts"), None
     function = ExpertFunction(
         activation=activation,
         activation_limit=activation_limit,

@@ -139,13 +139,16 @@ def _divide(a: jax.Array, b: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type((exponent << 23) + ((quotient + 1) >> 1) - leading, jnp.float32)
 
 
-def quantize_arrays(x: jax.Array, wire: Wire) -> tuple[jax.Array, jax.Array]:
+def quantize_arrays(x: jax.Array, wire: Wire, block: int | None = None) -> tuple[jax.Array, jax.Array]:
     """`x [..., H]` float -> (values `[..., H]` of the wire dtype, scales float32 `[..., ceil(H/128)]`).
 
     MXFP4: values uint8 `[..., 16 * ceil(H/32)]`, exponents uint8 `[..., ceil(H/32)]`.
+
+    Args:
+      block: elements that share a scale, if not as many as the format says.
     """
     qmax = WIRES[wire.dtype]
-    blocks = _blocks(x.astype(jnp.float32), wire.block)
+    blocks = _blocks(x.astype(jnp.float32), block or wire.block)
     magnitude = lax.bitcast_convert_type(blocks, jnp.int32) & 0x7FFFFFFF  # as integers: NaN > inf > every finite value
     amax_bits = jnp.max(magnitude, axis=-1)
     finite = amax_bits < 0x7F800000

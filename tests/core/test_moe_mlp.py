@@ -387,7 +387,8 @@ MISTAKES = {
     "where weights go": ({"apply_weights_to": "y"}, ValueError, "apply_weights_to='y': must be one of"),
     "matmul": ({"grouped_matmul": "triton"}, ValueError, "grouped_matmul='triton': .*or a function"),
     "ranked": ({"layout": "ranked"}, ValueError, "layout='ranked': .*call dispatch and combine"),
-    "experts": ({"experts": "float4"}, TypeError, "experts='float4': must be a function"),
+    "experts": ({"experts": 4}, TypeError, "experts=4: must be a function"),
+    "dtype of experts": ({"experts": "float4"}, ValueError, "experts='float4': must be None or 'float8_e4m3fn'"),
     "weights for a function": (
         {"experts": lambda rows, *_: rows, "apply_weights_to": "activation"},
         ValueError,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from xen_moe_jax._numbers import plain
 from xen_moe_jax._spec import worst_case_capacity
+from xen_moe_jax.experts import float8
 from xen_moe_jax.flax._config.balance import BalanceFields, check_balance
 from xen_moe_jax.flax._config.communication import CommunicationFields, check_communication
 from xen_moe_jax.flax._config.experts import ExpertFields, check_experts
@@ -35,6 +36,8 @@ class MoEConfig(MemoryFields, CommunicationFields, PlacementFields, BalanceField
         for field in dataclasses.fields(self):  # a NumPy number is a number, and narrow ones would overflow
             object.__setattr__(self, field.name, plain(getattr(self, field.name)))
         check_experts(self)
+        asked = self.expert_dtype, self.grouped_matmul, self.experts, self.layout
+        object.__setattr__(self, "grouped_matmul", float8.choose(*asked, "MoEConfig.expert_dtype"))
         check_router(self)
         check_balance(self)
         check_placement(self)

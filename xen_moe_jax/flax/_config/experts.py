@@ -45,6 +45,8 @@ class ExpertFields(ExpertFunction):
         uses the first `group_sizes[l]`. Rows outside the groups are unspecified, and the layer ignores their results.
       grouped_matmul: "auto" (the fastest one installed), "ragged_dot", "tokamax", "hopper", or a callable
         `(rows [C, A], weights [L, A, B], group_sizes [L]) -> [C, B]` (see `xen_moe_jax.experts.grouped_matmul`).
+      expert_dtype: None, or "float8_e4m3fn": rows, weights and cotangents are quantized in front of each matmul of the
+        experts (`xen_moe_jax.experts.float8` has every rounding). In plain JAX: it is slow.
       dtype: dtype of the computation; None is that of the input. The router always computes in float32.
       param_dtype: dtype of the parameters. The router's are always float32.
     """
@@ -55,6 +57,7 @@ class ExpertFields(ExpertFunction):
     num_shared_experts: int = 0
     shared_intermediate_size: int | None = None
     shared_expert_gate: bool = False
+    expert_dtype: str | None = None
     dtype: Any = None
     param_dtype: Any = jnp.float32
 

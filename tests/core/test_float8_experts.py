@@ -1,0 +1,160 @@
+"""Experts in fp8, in plain JAX: the rule of every rounding against NumPy, bits where sums are exact, errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import xen_moe_jax as xm
+from tests.support import oracle
+from tests.support.checks import assert_bits
+from xen_moe_jax.experts import float8
+from xen_moe_jax.experts.float8 import grouped_matmul
+
+SIZES = np.array([200, 0, 57, 3], np.int32)
+C, A, B = 270, 200, 144  # ten rows past the last group; neither width is a multiple of 128
+
+
+def blocks_of(x, axis):
+    """Float64 values of `x` quantized for 128 elements along an axis, by the oracle."""
+    moved = np.moveaxis(np.asarray(x, np.float32), axis, -1)
+    return np.moveaxis(np.asarray(oracle.dequantize(*oracle.quantize(moved, float8.DTYPE)), np.float64), -1, axis)
+
+
+def tiles_of(weights):
+    out = np.empty(weights.shape)
+    for e, i, j in np.ndindex(len(weights), -(-weights.shape[1] // 128), -(-weights.shape[2] // 128)):
+        tile = (e, slice(i * 128, i * 128 + 128), slice(j * 128, j * 128 + 128))
+        amax = np.float32(max(np.abs(weights[tile]).max(), 2.0**-96))
+        values = (weights[tile] * np.float32(np.float32(448) / amax)).astype(jnp.float8_e4m3fn)
+        out[tile] = values.astype(np.float64) * np.float64(np.float32(amax / np.float32(448)))
+    return out
+
+
+def operands(seed=0):
+    rng = np.random.default_rng(seed)
+    rows = rng.standard_normal((C, A)).astype(np.float32) * rng.uniform(0.1, 9, (C, 1)).astype(np.float32)
+    weights = rng.standard_normal((len(SIZES), A, B)).astype(np.float32) / 16
+    cotangent = rng.standard_normal((C, B)).astype(np.float32)
+    rows[SIZES.sum() :], cotangent[SIZES.sum() :] = np.nan, np.inf  # unspecified
+    return rows, weights, cotangent
+
+
+def groups():
+    ends = np.cumsum(SIZES)
+    return [(e, slice(end - size, end)) for e, (end, size) in enumerate(zip(ends, SIZES, strict=True))]
+
+
+def assert_sums(value, exact, magnitudes):
+    """Within the roundings of float32 sums of products."""
+    assert np.isfinite(exact).all() and np.abs(exact).max() > 1
+    assert (np.abs(np.asarray(value, np.float64) - exact) <= 2e-6 * magnitudes + 1e-30).all()
+
+
+def test_products_and_gradients_follow_the_rule():
+    rows, weights, cotangent = operands()
+    y, pull = jax.vjp(lambda r, w: grouped_matmul(r, w, jnp.asarray(SIZES)), jnp.asarray(rows), jnp.asarray(weights))
+    by_rows, by_weights = pull(jnp.asarray(cotangent))
+    wide = tiles_of(weights)
+    for e, group in groups():
+        x, dy = blocks_of(rows[group], 1), blocks_of(cotangent[group], 1)
+        if x.size:
+            assert_sums(y[group], x @ wide[e], np.abs(x) @ np.abs(wide[e]))
+            assert_sums(by_rows[group], dy @ wide[e].T, np.abs(dy) @ np.abs(wide[e].T))
+        exact, magnitudes = np.zeros((A, B)), np.zeros((A, B))
+        for at in range(0, len(x), 128):
+            left = blocks_of(oracle.dequantize(*oracle.quantize(rows[group][at : at + 128], float8.DTYPE)), 0)
+            right = blocks_of(cotangent[group][at : at + 128], 0)
+            exact, magnitudes = exact + left.T @ right, magnitudes + np.abs(left.T) @ np.abs(right)
+        if x.size:
+            assert_sums(by_weights[e], exact, magnitudes)
+        else:
+            assert not np.asarray(by_weights[e]).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_where_sums_are_exact(dtype):
+    """Every block's largest number is 448, so that scales are one; the others are small whole numbers."""
+    rng = np.random.default_rng(1)
+
+    def whole(*shape):
+        return rng.integers(-3, 4, shape).astype(np.float32)
+
+    rows, weights, cotangent = whole(384, 256), whole(3, 256, 128), whole(384, 128)
+    rows[:, ::128], cotangent[:, 0] = 448, 448
+    rows[::128], cotangent[::128] = 448, 448  # for blocks of 128 rows
+    weights[:, ::128, ::128] = 448
+    sizes = jnp.full(3, 128, jnp.int32)
+
+    def both(matmul, exact):
+        given = (jnp.asarray(a, jnp.float32 if exact else dtype) for a in (rows, weights, cotangent))
+        r, w, c = given
+        y, pull = jax.vjp(lambda r, w: matmul(r, w, sizes), r, w)
+        return [np.asarray(jnp.asarray(a, dtype).astype(jnp.float32)) for a in (y, *pull(c))]
+
+    for name, ours, plain in zip(
+        ("product", "by rows", "by weights"), both(grouped_matmul, False), both(jax.lax.ragged_dot, True), strict=True
+    ):
+        assert_bits(ours, plain, name)
+
+
+def test_weights_as_they_are():
+    rows, weights, cotangent = (jnp.asarray(a) for a in operands())
+    values, scales = float8.quantize_weights(weights)
+    kept = xm.QuantizedWeight(values, scales, (128, 128))
+    used = np.arange(C) < SIZES.sum()
+
+    def of(w):
+        y, pull = jax.vjp(lambda r: grouped_matmul(r, w, jnp.asarray(SIZES)), rows)
+        return np.asarray(y)[used], np.asarray(pull(cotangent)[0])[used]
+
+    for one, other in zip(of(kept), of(weights), strict=True):
+        assert_bits(one, other, "weights as they are")
+    with pytest.raises(TypeError, match="a gradient by a quantized weight"):
+        jax.grad(lambda w: grouped_matmul(rows, w, jnp.asarray(SIZES)).sum())(kept)
+    with pytest.raises(ValueError, match=r"weights in int8 and blocks of \(128, 128\): must be float8_e4m3fn"):
+        grouped_matmul(rows, xm.QuantizedWeight(values.astype(jnp.int8), scales, (128, 128)), jnp.asarray(SIZES))
+
+
+def test_moe_mlp():
+    """The MLP of `dispatch`, these matmuls and `combine`, to the bit, and near the one in float32."""
+    ranks, tokens, experts, hidden, width = 2, 24, 4, 128, 256
+    rng = np.random.default_rng(3)
+    x = jnp.asarray(rng.standard_normal((ranks * tokens, hidden)), jnp.float32)
+    idx = jnp.asarray(np.argsort(rng.random((ranks * tokens, experts)), axis=1)[:, :2], jnp.int32)
+    weights = jnp.asarray(rng.random((ranks * tokens, 2)), jnp.float32)
+    shapes = ((hidden, width), (hidden, width), (width, hidden))
+    matrices = [jnp.asarray(rng.standard_normal((experts, *s)) / 12, jnp.float32) for s in shapes]
+    mesh = jax.make_mesh((ranks,), ("ep",), devices=jax.devices()[:ranks], axis_types=(jax.sharding.AxisType.Auto,))
+    at = {"num_experts": experts, "axis_name": "ep"}
+
+    def run(body):
+        def loss(x, weights, matrices):
+            y = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))(x, idx, weights, matrices)
+            return jnp.sum(jnp.sin(y)), y
+
+        (_, y), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(x, weights, matrices)
+        return jax.tree.leaves((y, gradients))
+
+    def composed(x, idx, weights, matrices):
+        routed = xm.dispatch(x, idx, weights, **at)
+        gate, up = (grouped_matmul(routed.x, w, routed.group_sizes) for w in matrices[:2])
+        return xm.combine(grouped_matmul(jax.nn.silu(gate) * up, matrices[2], routed.group_sizes), routed.handle)
+
+    ours = run(lambda x, idx, weights, m: xm.moe_mlp(x, idx, weights, *m, experts="float8_e4m3fn", **at))
+    for one, other in zip(ours, run(composed), strict=True):
+        assert_bits(one, other, "moe_mlp")
+    for one, exact in zip(ours, run(lambda x, idx, weights, m: xm.moe_mlp(x, idx, weights, *m, **at)), strict=True):
+        one, exact = (np.asarray(a, np.float64).ravel() for a in (one, exact))
+        assert 0.99 < one @ exact / np.linalg.norm(one) / np.linalg.norm(exact) < 1 - 1e-7
+
+    def failing(**arguments):
+        run(lambda x, idx, weights, m: xm.moe_mlp(x, idx, weights, *m, **at, **arguments))
+
+    with pytest.raises(ValueError, match="moe_mlp: experts='int4': must be None or 'float8_e4m3fn'"):
+        failing(experts="int4")
+    with pytest.raises(ValueError, match=r"experts='float8_e4m3fn' with layout='padded': .*use 'grouped'"):
+        failing(experts="float8_e4m3fn", layout="padded")
+    with pytest.raises(ValueError, match=r"with grouped_matmul='hopper': it has a matmul of its own; use 'auto'"):
+        failing(experts="float8_e4m3fn", grouped_matmul="hopper")

@@ -1,0 +1,167 @@
+"""The grouped matmul of quantized experts in plain JAX: fp8 (e4m3) rows and weights, float32 sums. Every rounding is
+written here, and other backends equal it.
+
+Rows have a scale for 128 elements, weights one for 128 x 128 (DeepSeek-V3, arXiv:2412.19437, section 3.3). A product
+is the sum, in ascending order, of blocks of 128 of the contracted dimension: each block is a float32 sum of products,
+which are exact, times the product of both scales, added to a float32 sum. The result is rounded to the rows' dtype
+once.
+
+The gradient of the rows is such a product of the cotangent, quantized for 128 elements along the dimension that is
+contracted then, with the same weights. That of the weights contracts rows: of each group, blocks of 128 rows from the
+group's first on. Cotangents, and rows as the forward pass has dequantized them, have a scale for 128 rows of a column
+there. It has the dtype of the weights, and goes straight through their quantization.
+
+A NaN or an infinity makes its block NaN: of a product the row, of the weights' gradient its row or column.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xen_moe_jax._jax_internals import varying_axes
+from xen_moe_jax._mesh import vary, vary_alike
+from xen_moe_jax._quantize import Wire, dequantize_arrays, quantize_arrays
+from xen_moe_jax._quantized_weight import QuantizedWeight, without_gradient
+from xen_moe_jax._spec import SCALE_BLOCK as BLOCK
+from xen_moe_jax._types import experts_of_rows
+
+DTYPE = "float8_e4m3fn"
+_FORMAT = Wire(DTYPE)
+
+
+def grouped_matmul(rows: jax.Array, weights: jax.Array | QuantizedWeight, group_sizes: jax.Array) -> jax.Array:
+    """Rows `[C, A]` times the weights `[L, A, B]` of their groups -> `[C, B]` in the rows' dtype.
+
+    Args:
+      rows: floating point, sorted by group; those past the last group come out unspecified.
+      weights: floating point, or a `QuantizedWeight` of fp8 (e4m3) in blocks of 128 x 128, which is used as it is.
+      group_sizes: int32 `[L]`.
+
+    Raises:
+      ValueError: a `QuantizedWeight` of another format.
+    """
+    if isinstance(weights, QuantizedWeight):
+        if weights.dtype != jnp.dtype(DTYPE) or weights.block != (BLOCK, BLOCK):
+            raise ValueError(
+                f"experts in {DTYPE} with weights in {weights.dtype} and blocks of {weights.block}: must be {DTYPE} in "
+                f"blocks of {(BLOCK, BLOCK)}; load them without keep_quantised, or leave expert_dtype None"
+            )
+        kept = without_gradient(weights)
+        given = vary_alike(rows, kept.values, kept.scales, group_sizes)
+        return _multiply(given[0], None, *given[1:])
+    rows, weights, group_sizes = vary_alike(rows, weights, group_sizes)
+    return _multiply(rows, weights, *quantize_weights(jax.lax.stop_gradient(weights)), group_sizes)
+
+
+def quantize_weights(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Float `[L, A, B]` -> fp8 `[L, A, B]` and float32 scales `[L, ceil(A/128), ceil(B/128)]`, by the rule of rows for
+    the 128 x 128 elements of a block."""
+    local, rows, columns = weights.shape
+    above, beside = -(-rows // BLOCK), -(-columns // BLOCK)
+    weights = jnp.pad(weights, ((0, 0), (0, above * BLOCK - rows), (0, beside * BLOCK - columns)))
+    blocks = weights.reshape(local, above, BLOCK, beside, BLOCK).swapaxes(2, 3)
+    values, scales = quantize_arrays(blocks.reshape(local, above, beside, BLOCK * BLOCK), _FORMAT, BLOCK * BLOCK)
+    values = values.reshape(blocks.shape).swapaxes(2, 3).reshape(weights.shape)
+    return values[:, :rows, :columns], scales[..., 0]
+
+
+@jax.custom_vjp
+def _multiply(rows: Any, master: Any, values: Any, scales: Any, group_sizes: Any) -> Any:
+    """`master`: the weights that `values` and `scales` are of, to which the gradient goes, or None."""
+    del master
+    return _product(*quantize_arrays(rows, _FORMAT), values, scales, group_sizes).astype(rows.dtype)
+
+
+def _forward(rows: Any, master: Any, values: Any, scales: Any, group_sizes: Any) -> tuple[Any, Any]:
+    quantized = quantize_arrays(rows, _FORMAT)
+    out = _product(*quantized, values, scales, group_sizes).astype(rows.dtype)
+    # of arrays without elements only the dtype is kept
+    dtypes = jnp.zeros((0,), rows.dtype), None if master is None else jnp.zeros((0,), master.dtype)
+    return out, (*quantized, values, scales, group_sizes, *dtypes)
+
+
+def _backward(kept: Any, cotangent: Any) -> tuple[Any, ...]:
+    row_values, row_scales, values, scales, group_sizes, of_rows, of_master = kept
+    transposed = values.swapaxes(1, 2), scales.swapaxes(1, 2)
+    by_rows = _product(*quantize_arrays(cotangent, _FORMAT), *transposed, group_sizes).astype(of_rows.dtype)
+    by_master = None
+    if of_master is not None:
+        rows = dequantize_arrays(row_values, row_scales, jnp.float32)
+        by_master = _contract_rows(rows, cotangent.astype(jnp.float32), group_sizes).astype(of_master.dtype)
+    return by_rows, by_master, None, None, None
+
+
+_multiply.defvjp(_forward, _backward)
+
+
+def _product(
+    row_values: jax.Array, row_scales: jax.Array, values: jax.Array, scales: jax.Array, group_sizes: jax.Array
+) -> jax.Array:
+    """fp8 `[C, A]` and its scales `[C, A/128]` times fp8 `[L, A, B]` and its scales -> float32 `[C, B]`."""
+    count, depth = row_values.shape
+    group = jnp.minimum(experts_of_rows(group_sizes, count), values.shape[0] - 1)
+    total = None
+    for k in range(row_scales.shape[1]):
+        block = slice(k * BLOCK, min((k + 1) * BLOCK, depth))
+        left, right = row_values[:, block].astype(jnp.bfloat16), values[:, block].astype(jnp.bfloat16)
+        part = jax.lax.ragged_dot(left, right, group_sizes, preferred_element_type=jnp.float32)
+        of_columns = jnp.repeat(scales[:, k][group], BLOCK, axis=1)[:, : values.shape[2]]
+        part = part * (row_scales[:, k, None] * of_columns)
+        total = part if total is None else total + part
+    return jnp.zeros((count, values.shape[2]), jnp.float32) if total is None else total
+
+
+def _contract_rows(rows: jax.Array, cotangent: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """float32 `[C, A]` and `[C, B]` -> float32 `[L, A, B]`: for each group the product over its rows."""
+    count, local = rows.shape[0], group_sizes.shape[0]
+    blocks = count // BLOCK + local  # at most
+    of_group = -(-group_sizes // BLOCK)
+    first = jnp.cumsum(of_group) - of_group
+    group = experts_of_rows(group_sizes, count)
+    known = jnp.minimum(group, local - 1)
+    begin = jnp.cumsum(group_sizes) - group_sizes
+    inside = jnp.arange(count, dtype=jnp.int32) - begin[known]
+    place = jnp.where(group < local, first[known] * BLOCK + inside, blocks * BLOCK)  # past the last group: nowhere
+
+    def by_columns(array: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Values `[blocks, N, 128]` and scales `[blocks, N]` of an array `[C, N]`."""
+        spread = jnp.zeros((blocks * BLOCK, array.shape[1]), jnp.float32)
+        spread = vary(spread, varying_axes(array)).at[place].set(array, mode="drop")
+        values, scales = quantize_arrays(spread.reshape(blocks, BLOCK, -1).swapaxes(1, 2), _FORMAT)
+        return values, scales[..., 0]
+
+    owner = jnp.minimum(experts_of_rows(of_group, blocks), local - 1)  # blocks past the last have zeros
+
+    def add(total: jax.Array, block: Any) -> tuple[jax.Array, None]:
+        (left, left_scales), (right, right_scales), expert = block
+        products = jnp.einsum(
+            "ar,br->ab", left.astype(jnp.bfloat16), right.astype(jnp.bfloat16), preferred_element_type=jnp.float32
+        )
+        return total.at[expert].add(products * (left_scales[:, None] * right_scales[None, :])), None
+
+    start = jnp.zeros((local, rows.shape[1], cotangent.shape[1]), jnp.float32)
+    start = vary(start, varying_axes(rows) | varying_axes(cotangent))
+    return jax.lax.scan(add, start, (by_columns(rows), by_columns(cotangent), owner))[0]
+
+
+def choose(dtype: Any, grouped: Any, experts: Any, layout: str, caller: str) -> Any:
+    """Returns the grouped matmul for experts in `dtype`, a name or None, in place of `grouped`.
+
+    Raises:
+      ValueError: another dtype, or an argument that says how experts are computed, too.
+    """
+    if dtype is None:
+        return grouped
+    if dtype != DTYPE:
+        raise ValueError(f"{caller}={dtype!r}: must be None or {DTYPE!r}")
+    for name, value, unset in (
+        ("grouped_matmul", grouped, ("auto", grouped_matmul)),
+        ("experts", experts, (None,)),
+        ("layout", layout, ("grouped",)),
+    ):
+        if value not in unset:
+            raise ValueError(f"{caller}={dtype!r} with {name}={value!r}: it has a matmul of its own; use {unset[0]!r}")
+    return grouped_matmul
