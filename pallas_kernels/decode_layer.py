@@ -347,11 +347,11 @@ def _body(
 
     every_peer(lambda source: await_routing(arrivals(refs.routing_came, source)))
     passes = decode_routing.count(refs, sizes, rank)
-    sources = jnp.where(passes == 1, ranks, 1)
+    blocks = jnp.where(passes == 1, sizes.blocks, 1)
 
     @pl.loop(0, passes)
     def _(n: Any) -> None:
-        mine = decode_routing.order(refs, sizes, rank, n, n + sources)
+        mine = decode_routing.order(refs, sizes, rank, n, n + blocks)
         of_pass = dataclasses.replace(layer, mine=mine, zero=lax.shift_right_logical(mine, 31))
         place = of_pass.more_slabs(n == 0, early, ahead)
 
@@ -434,8 +434,8 @@ def decode_layer(
       x: `[T, H]`; `T` at most 256, a multiple of 16 or less than 16.
       topk_idx: int32 `[K, T]`, global experts, `-1` for none. topk_weights: float32 `[K, T]`.
       gate, up, down, biases, activate: as in `decode_experts`.
-      kept: rows that there is room for. Where more come to a rank, it passes source by source, and reads the weights as
-        often.
+      kept: rows that there is room for. Where more come to a rank, it passes block by block of sources, and reads the
+        weights as often.
       certain: experts whose weights come before the routing is known, the first ones; at most `L`.
       axes: the ranks; None: tokens and experts are this rank's alone, and sums are not rounded.
 

@@ -1,9 +1,10 @@
 """Routing of a decode layer: slots of all ranks' tokens -> rows of this rank's experts.
 
-What moves: tables in VMEM, source by source, as whole vectors; only the slots that belong to this rank are looked at
-one by one, and written to SMEM. Rows lie in the order in which `decode_layer` visits experts: at most `most` rows of
-each expert, then what is left of each. A pair of a source and a token is done when its last row is. More rows than fit
-are passed source by source.
+What moves: tables in VMEM, as whole vectors, source by source, or several sources of few tokens side by side; only
+the slots that belong to this rank are looked at one by one, and written to SMEM. Rows lie in the order in which
+`decode_layer` visits experts: at most `most` rows of each expert, then what is left of each. A pair of a source and a
+token is done when its last row is. More rows than fit are passed block by block, a block being the sources that lie
+side by side.
 """
 
 from __future__ import annotations
@@ -59,6 +60,16 @@ class Sizes:
         return whole(self.tokens)
 
     @property
+    def beside(self) -> int:
+        """Sources of a block: as many as fill the lanes of a register, and have no more rows than are kept."""
+        together = min(LANES // self.tokens, self.ranks, self.kept // (self.tokens * self.top_k))
+        return max(1, together)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.ranks // self.beside)
+
+    @property
     def half(self) -> int:
         """Lines of a rank's routing: its experts, and then as many of weights."""
         return -(-self.top_k // SUBLANES) * SUBLANES
@@ -69,9 +80,9 @@ class Sizes:
 
     @property
     def rows(self) -> int:
-        """Most rows of a pass: those of one source at least, also where a token names an expert twice."""
+        """Most rows of a pass: those of one block at least, also where a token names an expert twice."""
         of_source = self.tokens * self.top_k
-        return min(self.ranks * of_source, max(self.kept, of_source))
+        return min(self.ranks * of_source, max(self.kept, self.beside * of_source))
 
     @property
     def visits(self) -> int:
@@ -90,7 +101,8 @@ class Sizes:
         """The references that this module reads and writes."""
         own, come = self.wide + LANES, 2 * LANES + whole(self.registers)
         table, windows = pltpu.SMEM((self.visits,), jnp.int32), pltpu.SMEM((whole(self.rows),), jnp.int32)
-        return {
+        merged = {"merged": pltpu.VMEM((self.blocks, 2 * self.half, self.wide), jnp.int32)} if self.beside > 1 else {}
+        return merged | {
             "routing": pltpu.VMEM((self.ranks, 2 * self.half, self.wide), jnp.int32),
             "masks": pltpu.VMEM((self.ranks, self.wide, LANES), jnp.int32),
             "sums": pltpu.VMEM((self.registers, LANES), jnp.float32),
@@ -117,7 +129,7 @@ class Sizes:
         )
 
     def vmem_bytes(self) -> int:
-        registers = self.ranks * (2 * self.half * self.wide + self.wide * LANES) + self.registers * LANES
+        registers = self.ranks * (4 * self.half * self.wide + self.wide * LANES) + self.registers * LANES
         return 4 * (registers + SUBLANES * (self.lines * self.wide + 2 * self.wide + 4 * LANES))
 
 
@@ -167,42 +179,73 @@ def expected(refs: Any, source: Any) -> Any:
     return refs.come[source]
 
 
-def _local(refs: Any, sizes: Sizes, source: Any, rank: Any) -> jax.Array:
-    """int32 `[K, N]`: this rank's expert of each slot, `-1` for the others."""
-    local = refs.routing[source, : sizes.top_k] - rank * sizes.experts
+def _merge(refs: Any, sizes: Sizes) -> None:
+    """Puts the routing of the sources of each block side by side."""
+    lane = lax.broadcasted_iota(jnp.int32, (2 * sizes.half, sizes.wide), 1)
+    for source in range(sizes.ranks):
+        block, n = divmod(source, sizes.beside)
+        given = refs.routing[source]
+        if n == 0:  # lanes that are no token's have no experts
+            refs.merged[block] = given
+        else:
+            shifted = pltpu.roll(given, n * sizes.tokens, 1)
+            refs.merged[block] = jnp.where(lane >= n * sizes.tokens, shifted, refs.merged[block])
+
+
+def _routing(refs: Any, sizes: Sizes) -> Any:
+    return refs.merged if sizes.beside > 1 else refs.routing
+
+
+def _numbers(sizes: Sizes, block: Any) -> tuple[jax.Array, jax.Array]:
+    """int32 `[1, N]`: source and token of each lane of a block."""
+    lane = lax.broadcasted_iota(jnp.int32, (1, sizes.wide), 1)
+    within = jnp.zeros_like(lane)
+    for n in range(1, sizes.beside):
+        within = within + (lane >= n * sizes.tokens).astype(jnp.int32)
+    return block * sizes.beside + within, lane - within * sizes.tokens
+
+
+def _local(refs: Any, sizes: Sizes, block: Any, rank: Any) -> jax.Array:
+    """int32 `[K, N]`: this rank's expert of each slot of a block, `-1` for the others."""
+    local = _routing(refs, sizes)[block, : sizes.top_k] - rank * sizes.experts
     return jnp.where((local >= 0) & (local < sizes.experts), local, -1)
 
 
 def count(refs: Any, sizes: Sizes, rank: Any) -> Any:
-    """Counts the slots of all ranks; returns how many passes their rows take: one, or one for each source."""
+    """Counts the slots of all ranks; returns how many passes their rows take: one, or one for each block."""
+    if sizes.beside > 1:
+        _merge(refs, sizes)
     refs.sums[...] = jnp.zeros(refs.sums.shape, jnp.float32)
     refs.come_row[...] = jnp.zeros(refs.come_row.shape, jnp.int32)
     lane = lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
     column = lax.broadcasted_iota(jnp.int32, refs.sums.shape, 1)
 
-    @pl.loop(0, sizes.ranks)
-    def _(source: Any) -> None:
-        local = _local(refs, sizes, source, rank)
+    @pl.loop(0, sizes.blocks)
+    def _(block: Any) -> None:
+        local = _local(refs, sizes, block, rank)
         count = jnp.sum(hot(local, sizes.registers), axis=1, keepdims=True)
-        refs.sums[...] = jnp.where(column == source, count, refs.sums[...])
-        some = counted(jnp.max(local, axis=0, keepdims=True) >= 0)
-        refs.come_row[:, :LANES] = jnp.where(lane == source, some, refs.come_row[:, :LANES])
+        refs.sums[...] = jnp.where(column == block, count, refs.sums[...])
+        there, (source, _) = jnp.max(local, axis=0, keepdims=True) >= 0, _numbers(sizes, block)
+        for n in range(sizes.beside):
+            number = block * sizes.beside + n
+            some = counted(there & (source == number))
+            refs.come_row[:, :LANES] = jnp.where(lane == number, some, refs.come_row[:, :LANES])
 
     totals = jnp.sum(refs.sums[...], axis=1, keepdims=True)
     total = jnp.sum(totals, axis=0, keepdims=True).astype(jnp.int32)
     refs.come_row[:, -LANES:] = jnp.broadcast_to(total, (1, LANES))
     _move(refs, refs.come_row.at[0], refs.come)
-    return jnp.where(refs.come[refs.come.shape[0] - LANES] <= sizes.rows, 1, sizes.ranks)
+    return jnp.where(refs.come[refs.come.shape[0] - LANES] <= sizes.rows, 1, sizes.blocks)
 
 
 def _sums(refs: Any, begin: Any, end: Any) -> jax.Array:
-    """Slots of the sources from `begin` to `end` for each expert."""
+    """Slots of the blocks from `begin` to `end` for each expert."""
     column = lax.broadcasted_iota(jnp.int32, refs.sums.shape, 1)
     return jnp.where((column >= begin) & (column < end), refs.sums[...], 0.0)
 
 
 def order(refs: Any, sizes: Sizes, rank: Any, begin: Any, end: Any) -> Any:
-    """Makes the tables of the rows of the sources from `begin` to `end`; returns the number of visits. The certain
+    """Makes the tables of the rows of the blocks from `begin` to `end`; returns the number of visits. The certain
     experts are visited where `begin` is 0."""
     totals = jnp.sum(_sums(refs, begin, end), axis=1, keepdims=True)
     refs.come_row[:, LANES : LANES + sizes.registers] = as_row(totals).astype(jnp.int32)
@@ -211,26 +254,25 @@ def order(refs: Any, sizes: Sizes, rank: Any, begin: Any, end: Any) -> Any:
     begins = above(first), jnp.sum(first, axis=0, keepdims=True) + above(totals - first)
 
     @pl.loop(begin, end)
-    def _(source: Any) -> None:
-        _sort(refs, sizes, source, rank, begin, *begins)
+    def _(block: Any) -> None:
+        _sort(refs, sizes, block, rank, begin, *begins)
         _move(refs, refs.lines.at[0], refs.table)
         _write(refs, sizes)
 
     return _fill_visits(refs, sizes, jnp.where(begin == 0, sizes.certain, 0))
 
 
-def _sort(
-    refs: Any, sizes: Sizes, source: Any, rank: Any, first_source: Any, begin: jax.Array, rest: jax.Array
-) -> None:
-    """Makes the table of a source: its pairs with rows here, those with most rows first."""
+def _sort(refs: Any, sizes: Sizes, block: Any, rank: Any, first_block: Any, begin: jax.Array, rest: jax.Array) -> None:
+    """Makes the table of a block: its pairs with rows here, those with most rows first."""
     top_k, wide = sizes.top_k, sizes.wide
-    local = _local(refs, sizes, source, rank)
-    order, begins, rests = placed(local, _sums(refs, first_source, source), source, begin, rest)
+    local = _local(refs, sizes, block, rank)
+    order, begins, rests = placed(local, _sums(refs, first_block, block), block, begin, rest)
     row = jnp.where(order < sizes.most, begins + order, rests + order - sizes.most)
     mine = local >= 0
     last = jnp.max(jnp.where(mine, row, -1), axis=0, keepdims=True)
-    (rows, weights), depth = packed(mine, row, refs.routing[source, sizes.half : sizes.half + top_k])
-    record = lax.broadcasted_iota(jnp.int32, (1, wide), 1) | (source << TOKEN_BITS)
+    (rows, weights), depth = packed(mine, row, _routing(refs, sizes)[block, sizes.half : sizes.half + top_k])
+    source, token = _numbers(sizes, block)
+    record = token | (source << TOKEN_BITS)
     following = jnp.concatenate([rows[1:], rows[:1]], axis=0) & ((1 << ROW_BITS) - 1)
     ends = jnp.where(rows == last, rows[:1] | (depth << ROW_BITS), -1)
     empty = jnp.zeros((sizes.lines - sizes.facts, wide), jnp.int32)

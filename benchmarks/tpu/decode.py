@@ -296,7 +296,7 @@ def one_call(
             f"{generation}: the program has one kernel for a layer of which the policy says that it does not fit"
         )
     layer = decode_layer.Layer(
-        RANKS, tokens, model.top_k, model.experts, model.hidden, model.width, chosen.pieces, chosen.certain
+        RANKS, tokens, model.top_k, model.experts, model.hidden, model.width, chosen.pieces, chosen.kept, chosen.certain
     )
     visits, off, waits = decode_layer.visits(layer, seed)
     counted = decode_layer.cycles(program.kernels["xen_moe_decode_layer"], layer, visits, waits)

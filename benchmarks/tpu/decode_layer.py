@@ -23,7 +23,8 @@ STARTS = ("dma.hbm_to_vmem", "dma.general")
 @dataclasses.dataclass(frozen=True)
 class Layer:
     """Attributes:
-    ranks, tokens, top_k, experts, hidden, width: sizes; experts of all ranks. pieces, certain: as the policy chose.
+    ranks, tokens, top_k, experts, hidden, width: sizes; experts of all ranks.
+    pieces, kept, certain: as the policy chose.
     """
 
     ranks: int
@@ -33,6 +34,7 @@ class Layer:
     hidden: int
     width: int
     pieces: Any
+    kept: int
     certain: int
 
     @property
@@ -46,12 +48,21 @@ class Layer:
         return record_of(self.hidden, "bfloat16").bytes
 
     @property
-    def routing_bytes(self) -> int:
-        """Routing that a rank sends to another."""
+    def _sizes(self) -> Any:
         from xen_moe_jax.pallas_kernels.decode_routing import Sizes
 
-        sizes = Sizes(self.ranks, self.tokens, self.top_k, self.local, 1, 1, 0)
-        return 2 * sizes.half * sizes.wide * 4
+        most = self.pieces.rows_at_once
+        return Sizes(self.ranks, self.tokens, self.top_k, self.local, most, self.kept, self.certain)
+
+    @property
+    def routing_bytes(self) -> int:
+        """Routing that a rank sends to another."""
+        return 2 * self._sizes.half * self._sizes.wide * 4
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of sources whose routing is ordered together."""
+        return int(self._sizes.blocks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +164,7 @@ def cycles(kernel: Loop, layer: Layer, of: list[Visit], waits: int) -> Cycles:
             else:
                 pack += early * loop.bundles
         elif loop.operations["dma.vmem_to_smem"]:
-            index += layer.ranks * loop.bundles + _written(loop, layer, of)
+            index += layer.blocks * loop.bundles + _written(loop, layer, of)
         else:
             times = layer.ranks if loop.operations[bundles.WAIT] else turns
             cost = times * loop.bundles + waiting(loop)
@@ -176,7 +187,7 @@ def _written(loop: Loop, layer: Layer, of: list[Visit]) -> float:
     """Bundles of the loops that write the rows of the tables, in fours and the rest of them."""
     (slots,) = (inner for inner in loop.inner if inner.inner)
     many, single = slots.inner
-    lists, rows = layer.ranks * layer.top_k, sum(v.rows for v in of)
+    lists, rows = layer.blocks * layer.top_k, sum(v.rows for v in of)
     return lists * slots.bundles + rows / 4 * many.bundles + min(rows, 1.5 * lists) * single.bundles
 
 
