@@ -140,11 +140,14 @@ def cycles(kernel: Loop, layer: Layer, of: list[Visit], waits: int) -> Cycles:
     """
     from xen_moe_jax.pallas_kernels import send
 
-    front, once, tail = _largest(kernel)
-    of_pass, visit, rest_of_pass = _largest(once)
-    front, tail = [*front, *of_pass], [*rest_of_pass, *tail]
+    front, visit, tail = _largest(kernel)
+    of_pass, inside, rest_of_pass = _largest(visit)
+    once = 0.0
+    if len(_slabs(inside)) == 2:  # there is a loop over passes, unless one is enough for all rows that there can be
+        once, visit = float(visit.bundles), inside
+        front, tail = [*front, *of_pass], [*rest_of_pass, *tail]
     turns = max(layer.ranks, layer.local, -(-layer.tokens // 16))
-    pack, sending, index = float(kernel.bundles), 0.0, float(once.bundles)
+    pack, sending, index = float(kernel.bundles), 0.0, once
     seen_send = False
 
     def waiting(loop: Loop) -> float:
@@ -177,6 +180,11 @@ def cycles(kernel: Loop, layer: Layer, of: list[Visit], waits: int) -> Cycles:
     return Cycles(pack, sending, index, rest, *_of_visits(visit, layer, of))
 
 
+def _slabs(visit: Loop) -> list[Loop]:
+    """The loops over slabs, which wait for a DMA and have loops inside."""
+    return [loop for loop in visit.inner if loop.operations[bundles.WAIT] and loop.inner]
+
+
 def _largest(loop: Loop) -> tuple[list[Loop], Loop, list[Loop]]:
     """The inner loop with most bundles, and the loops before and after it."""
     at = max(range(len(loop.inner)), key=lambda i: sum(inner.bundles for inner in loop.inner[i].all_inner()))
@@ -194,7 +202,7 @@ def _written(loop: Loop, layer: Layer, of: list[Visit]) -> float:
 def _of_visits(visit: Loop, layer: Layer, of: list[Visit]) -> tuple[list[float], ...]:
     from xen_moe_jax.pallas_kernels.decode_experts import COLUMNS, GROUP
 
-    slabs = [loop for loop in visit.inner if loop.operations[bundles.WAIT] and loop.inner]
+    slabs = _slabs(visit)
     if len(slabs) != 2:
         raise ValueError(f"{len(slabs)} loops over slabs, not 2: the counts are of another kernel")
     begin, middle = (visit.inner.index(loop) for loop in slabs)
