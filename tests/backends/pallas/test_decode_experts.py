@@ -175,7 +175,7 @@ def test_weights_of_one_byte(name, dtype, mode):
         scales={n: (s, case["block"]) for n, s in flat.items()},
     ))(
         jnp.asarray(x, dtype), jnp.asarray(counts[None], jnp.int32), given,
-        biases and {n: jnp.asarray(value)[:, None] for n, value in biases.items()}, flat,
+        biases and {n: jnp.asarray(value) for n, value in biases.items()}, flat,
     )  # fmt: skip
     assert not interpreter.races_found()
     assert_bits(np.asarray(out.astype(jnp.float32))[used], np.asarray(expected, np.float32)[used], name)
