@@ -221,10 +221,11 @@ def test_the_kernels_keep_no_outputs_of_experts(mesh4):
     case, hidden = Case(dispatch=(("capacity", 16),)), 128  # sizes that the kernels do not pad
     given = operands(case, hidden=hidden, wide=192)
     body = functools.partial(call, case, return_info=True)
-    plain = kept(mesh4, body, given)[16, hidden]
+    plain = kept(mesh4, body, given)
     with plain_hopper.in_the_kernels_place():
-        fused = kept(mesh4, body, given)[16, hidden]
-    assert (plain, fused) == (2, 1)  # received rows, and the experts' output
+        fused = kept(mesh4, body, given)
+    assert (plain[16, hidden], fused[16, hidden]) == (2, 1)  # received rows, and the experts' output
+    assert (plain[16, 192], fused[16, 192]) == (3, 2)  # two projections, and the activation
 
 
 def test_forward_mode_and_second_derivatives(mesh4):

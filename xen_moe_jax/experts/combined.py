@@ -8,7 +8,8 @@ in front of the last matmul, where a row has F elements; weighted rows then give
     by_inner = rows_of_cotangent @ down.T           by_row_weights = sum(inner * by_inner)
     by_down  = (w * inner).T @ rows_of_cotangent    cotangent of the activation = w * by_inner
 
-So the experts' output is not kept, and no pass over `[C, H]` is made between two kernels.
+So neither the experts' output nor `inner` is kept, and no pass over `[C, H]` is made between two kernels. XLA makes one
+kernel of the arithmetic here: it reads the projections and `by_inner`, and writes their cotangents and `w * inner`.
 """
 
 from __future__ import annotations
@@ -131,9 +132,12 @@ def _run(step: _Step, rows: Any, row_weights: Any, first: Any, last: Any, sizes:
 def _forward(
     step: _Step, rows: Any, row_weights: Any, first: Any, last: Any, sizes: Any, handle: Any
 ) -> tuple[Any, Any]:
-    inner, of_inner = jax.vjp(lambda rows, first: step.inner(rows, first, sizes), rows, first)
+    def inner_rows(rows: Any, first: Any) -> Any:
+        return mlp.inner_rows_and_projections(step.function, rows, sizes, first)
+
+    inner, of_inner, projections = jax.vjp(inner_rows, rows, first, has_aux=True)
     out = step.home(step.outer(inner, last, sizes), handle, row_weights)
-    return out, (inner, of_inner, row_weights, last, sizes, handle)
+    return out, (projections, of_inner, row_weights, last, sizes, handle)
 
 
 @jax.custom_jvp
@@ -151,8 +155,9 @@ def _refuse(primals: Any, tangents: Any) -> Any:
 
 
 def _backward(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
-    inner, of_inner, row_weights, last, sizes, handle = kept
-    inner, row_weights, cotangent = map(_first_order, (inner, row_weights, cotangent))
+    projections, of_inner, row_weights, last, sizes, handle = kept
+    projections, row_weights, cotangent = jax.tree.map(_first_order, (projections, row_weights, cotangent))
+    inner = mlp.inner_again(step.function, projections)
     # The rows that this returns are not used, so that XLA leaves their matmul out.
     _, of_outer = jax.vjp(lambda inner, last, w: step.outer(inner, last, sizes, w), inner, last, row_weights)
     by_inner, by_last, by_row_weights = of_outer(step.back.transposed(cotangent, handle))

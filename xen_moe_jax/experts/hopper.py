@@ -178,6 +178,26 @@ def activated(
     Returns:
       `[C, F]`. Its derivatives take the projections as they are in the dtype of the rows.
     """
+    return _with_projections(_activated, rows, weights, group_sizes, biases, row_weights, activation)[0]
+
+
+def activated_and_projections(
+    rows: jax.Array,
+    weights: tuple[jax.Array, ...],
+    group_sizes: jax.Array,
+    biases: tuple[jax.Array, ...] | None = None,
+    *,
+    activation: Activation = SWIGLU,
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Returns `activated`, and the projections `[C, F]` in the dtype of the rows. These have no derivative."""
+    out, *projections = _with_projections(_activated_kept, rows, weights, group_sizes, biases, None, activation)
+    return out, projections
+
+
+def _with_projections(
+    run: Any, rows: Any, weights: Any, group_sizes: Any, biases: Any, row_weights: Any, activation: Activation
+) -> list[Any]:
+    """Calls `run`, `_activated` or `_activated_kept`, on operands of sizes that the kernels take."""
     chosen, count = _plan_for(rows, weights[0]), len(weights)
     if count != 1 + activation.gated:
         raise ValueError(f"activated: {count} weights: {activation.name!r} has {1 + activation.gated}")
@@ -185,8 +205,8 @@ def activated(
     varying = _vary_alike(_whole(rows, 0, 1), *padded, _whole(row_weights, 0), group_sizes)
     padded_rows, *both, factors, group_sizes = varying
     added = tuple(both[count:]) or None
-    out = _activated(chosen, activation, padded_rows, tuple(both[:count]), added, factors, group_sizes)
-    return out[: rows.shape[0], : weights[0].shape[2]]
+    results = run(chosen, activation, padded_rows, tuple(both[:count]), added, factors, group_sizes)
+    return [result[: rows.shape[0], : weights[0].shape[2]] for result in results]
 
 
 def _padded(size: int) -> int:
@@ -261,8 +281,8 @@ _multiply.defvjp(_forward, _backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _activated(
     chosen: Plan, activation: Activation, rows: Any, weights: Any, biases: Any, row_weights: Any, group_sizes: Any
-) -> Any:
-    return _activated_and(chosen, activation, False, rows, weights, biases, row_weights, group_sizes)[0]
+) -> list[Any]:
+    return _activated_and(chosen, activation, False, rows, weights, biases, row_weights, group_sizes)
 
 
 def _activated_and(
@@ -285,10 +305,11 @@ def _activated_and(
 
 def _activated_forward(chosen: Plan, activation: Activation, *operands: Any) -> tuple[Any, Any]:
     out, *projections = _activated_and(chosen, activation, True, *operands)
-    return out, (*operands, projections)
+    return [out], (*operands, projections)
 
 
-def _activated_backward(chosen: Plan, activation: Activation, kept: Any, cotangent: Any) -> tuple[Any, ...]:
+def _activated_backward(chosen: Plan, activation: Activation, kept: Any, cotangents: Any) -> tuple[Any, ...]:
+    cotangent, *_ = cotangents
     rows, weights, biases, row_weights, group_sizes, projections = kept
     *inputs, by_out = (a.astype(jnp.float32) for a in (*projections, cotangent))
     by_row_weights = None
@@ -309,3 +330,16 @@ def _activated_backward(chosen: Plan, activation: Activation, kept: Any, cotange
 
 
 _activated.defvjp(_activated_forward, _activated_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _activated_kept(chosen: Plan, activation: Activation, *operands: Any) -> list[Any]:
+    return _activated_and(chosen, activation, True, *operands)
+
+
+def _activated_kept_forward(chosen: Plan, activation: Activation, *operands: Any) -> tuple[Any, Any]:
+    out, *projections = _activated_and(chosen, activation, True, *operands)
+    return [out, *projections], (*operands, projections)
+
+
+_activated_kept.defvjp(_activated_kept_forward, _activated_backward)

@@ -127,14 +127,39 @@ def inner_rows(
     """First half of `grouped_experts`: the activation of the rows' projections, times `row_weights`, `[C, F]`."""
     weights, names = _wide(config, weights, ("gate", "up"), x.dtype), _names(config)
     if all(grouped_matmul.by_hopper(config.grouped_matmul, x, weights[name]) for name in names):
-        activation = hopper.Activation(config.activation, config.activation_limit, config.activation_alpha)
-        given = tuple(weights[f"{name}_bias"] for name in names) if config.expert_bias else None
-        both = tuple(weights[name] for name in names)
-        return hopper.activated(x, both, group_sizes, given, row_weights, activation=activation)
+        given = _given(config, weights)
+        return hopper.activated(x, given[0], group_sizes, given[1], row_weights, activation=_in_kernels(config))
     matmul = grouped_matmul.choose(config.grouped_matmul)
     biases = _Biases(config, x, group_sizes, weights)
     projections = [biases.add(matmul(x, weights[name], group_sizes), name) for name in names]
     return _activated(config, projections, biases.used_weights(row_weights))
+
+
+def _given(config: ExpertFunction, weights: Weights) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...] | None]:
+    """Returns the weights of the projections, and their biases or None."""
+    names = _names(config)
+    return (
+        tuple(weights[name] for name in names),
+        tuple(weights[f"{name}_bias"] for name in names) if config.expert_bias else None,
+    )
+
+
+def _in_kernels(config: ExpertFunction) -> hopper.Activation:
+    return hopper.Activation(config.activation, config.activation_limit, config.activation_alpha)
+
+
+def inner_rows_and_projections(
+    config: ExpertFunction, x: jax.Array, group_sizes: jax.Array, weights: Weights
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Returns `inner_rows` by the Hopper kernels, and the projections `[C, F]`, from which `inner_again` makes them."""
+    both, biases = _given(config, weights)
+    return hopper.activated_and_projections(x, both, group_sizes, biases, activation=_in_kernels(config))
+
+
+def inner_again(config: ExpertFunction, projections: list[jax.Array]) -> jax.Array:
+    """Returns the rows of `inner_rows` from projections that were rounded to their dtype."""
+    wide = (projection.astype(jnp.float32) for projection in projections)
+    return _in_kernels(config)(*wide).astype(projections[0].dtype)
 
 
 def outer_rows(
