@@ -23,6 +23,7 @@ import jax
 from xen_moe_jax._api import combine, redispatch
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._mesh import vary_alike
+from xen_moe_jax._quantized_weight import QuantizedWeight
 from xen_moe_jax._types import Handle, Routed
 from xen_moe_jax.experts import grouped_matmul, mlp
 from xen_moe_jax.experts.function import ExpertFunction
@@ -59,6 +60,7 @@ def experts_and_combine(
     by_rows = function.apply_weights_to == "rows"
     own = in_kernels and function.experts is None and function.layout == "grouped"
     own = own and routed.handle.placement is None  # or rows go home one by one and are weighted there
+    own = own and not any(isinstance(weight, QuantizedWeight) for weight in weights.values())  # it has no derivative
     if own and grouped_matmul.by_hopper(function.grouped_matmul, routed.x, weights["up"]):
         if by_rows:
             return _weighted_combine(function, weights, routed, back)
