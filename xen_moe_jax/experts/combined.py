@@ -49,16 +49,10 @@ class Return:
         )
 
 
-def experts_and_combine(
-    function: ExpertFunction, weights: mlp.Weights, routed: Routed, back: Return, *, in_kernels: bool = True
-) -> jax.Array:
-    """Returns `[T, H]`: the experts' outputs for the rows of `routed`, added up for each token.
-
-    Args:
-      in_kernels: False leaves the derivative of the combine to JAX, whatever multiplies.
-    """
+def experts_and_combine(function: ExpertFunction, weights: mlp.Weights, routed: Routed, back: Return) -> jax.Array:
+    """Returns `[T, H]`: the experts' outputs for the rows of `routed`, added up for each token."""
     by_rows = function.apply_weights_to == "rows"
-    own = in_kernels and function.experts is None and function.layout == "grouped"
+    own = function.experts is None and function.layout == "grouped"
     own = own and routed.handle.placement is None  # or rows go home one by one and are weighted there
     own = own and not any(isinstance(weight, QuantizedWeight) for weight in weights.values())  # it has no derivative
     if own and grouped_matmul.by_hopper(function.grouped_matmul, routed.x, weights["up"]):
