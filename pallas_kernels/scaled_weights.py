@@ -26,7 +26,7 @@ class Scales:
 
     Attributes:
       ref: blocks: float32 `[L * ceil(A / a) * ceil(B / b)]` in SMEM, a matrix's rows one after the other. Channels:
-        float32 `[L, 1, B]` in VMEM.
+        float32 `[L, B]` in VMEM.
       block: `(a, b)`, both multiples of `BLOCK`; None for channels.
       shape: `[L, A, B]`.
     """
@@ -69,7 +69,7 @@ class Scales:
 
     def finish(self, total: jax.Array, expert: Any, at: Any) -> jax.Array:
         """Returns sums times the scales of channels."""
-        return total if self.block is not None else total * self.ref[expert, :, at]
+        return total if self.block is not None else total * self.ref[pl.ds(expert, 1), at]
 
 
 def supports(values: Any, scales: Any, block: tuple[int, int]) -> bool:

@@ -182,7 +182,7 @@ def _lowered(
     scales = {}
     for name, block in experts.blocks:
         of_matrix = by_name[f"{name}_scales"]
-        scales[name] = (of_matrix if block is None else of_matrix.ravel(), block)
+        scales[name] = (of_matrix[:, 0] if block is None else of_matrix.ravel(), block)
     policy = functools.partial(_policy, experts.config, rows.shape[1], shape, rows.dtype.itemsize, bool(biases), config)
     pieces, launch = policy(scaled=_scaled(experts, rows.shape[0], received.shape))
 
@@ -304,10 +304,8 @@ def _need(
     scaled: Scaled | None = None,
 ) -> int:
     """Returns the bytes of VMEM that the kernel takes."""
-    local, _, width = shape
-    beside = biased * bias_bytes(shape, hidden)
-    if scaled is not None and scaled.channels:
-        beside += local * 8 * 4 * (2 * width + hidden)
+    width = shape[2]
+    beside = (biased + (scaled is not None and scaled.channels)) * bias_bytes(shape, hidden)
     of_weights = itemsize if scaled is None else 1
     return RESERVED + beside + vmem_bytes(pieces, hidden, width, gated, itemsize, of_weights)
 

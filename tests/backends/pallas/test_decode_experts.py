@@ -169,7 +169,7 @@ def test_weights_of_one_byte(name, dtype, mode):
         launch=Launch(1, interpret=pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True)),
     )
     given = {n: jnp.asarray(value, case["dtype"]) for n, value in values.items()}
-    flat = {n: jnp.asarray(s if case["block"] is None else s.ravel()) for n, s in scales.items()}
+    flat = {n: jnp.asarray(s[:, 0] if case["block"] is None else s.ravel()) for n, s in scales.items()}
     out = jax.jit(lambda x, received, given, biases, flat: kernel(
         x, received, given.get("gate"), given["up"], given["down"], biases,
         scales={n: (s, case["block"]) for n, s in flat.items()},
