@@ -224,7 +224,7 @@ def absent(what: str) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "whole layers": lambda: files("layer_*.json", layers, absent("python -m benchmarks layer")),
-    "stacks of layers": lambda: files("model_*.json", layers, absent("python -m benchmarks model")),
+    "stacks of layers": lambda: files("model_h*.json", layers, absent("python -m benchmarks model")),
     "NNX layer": lambda: files("nnx_layer_*.json", nnx_layers, absent("python -m benchmarks nnx-layer")),
     "training": lambda: files("train_*.json", training, absent("python -m benchmarks train")),
     "least layer": lambda: files("least_layer_*.json", least_layers, absent("python -m benchmarks layer-bound")),
