@@ -23,9 +23,14 @@ LOCAL = 3
 
 
 @pytest.fixture(autouse=True)
-def quick_interpreter():
+def kernels_are_clean(capfd):
+    """Interpret mode only prints its findings: a race, or a semaphore that is not back at zero when a kernel ends."""
+    pltpu.reset_tpu_interpret_mode_state()
     with interpreter.quick():
         yield
+    out, err = capfd.readouterr()
+    for complaint in ("RACE DETECTED", "non-zero count"):
+        assert complaint not in out + err, (out + err)[-4000:]
 
 
 def by_numpy(x, idx, factors, weights, biases, rounded, ranks, as_sums=False):
