@@ -148,8 +148,11 @@ def test_quantized_tokens_travel_as_they_are(generation, dtype):
     def struct(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
+    config = xm.KernelConfig(mode="throughput")  # so few records would be gathered on all ranks
+
     def body(values, scales, idx):
-        return xm.dispatch(xm.BlockScaled(values, scales), idx, num_experts=64, axis_name="ep", capacity=1024).x
+        options = {"num_experts": 64, "axis_name": "ep", "capacity": 1024, "config": config}
+        return xm.dispatch(xm.BlockScaled(values, scales), idx, **options).x
 
     operands = struct((8 * 128, 2048), dtype), struct((8 * 128, 16), jnp.float32), struct((8 * 128, 4), jnp.int32)
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
@@ -311,11 +314,13 @@ def test_start_and_done_on_a_large_topology(where):
 
 
 def assert_only_counts_travel(text: str, case: Case, ranks: int) -> None:
-    """Each rank's slots for each expert and records for each rank, these twice where staging is packed (less than 1 MiB
-    on 256 chips); and less than the routing of every rank's tokens."""
+    """Up to 256 ranks less than 1 MiB, and less than the routing of every rank's tokens. On more ranks: the slots of
+    each rank for each expert, and twice its records for each rank, of which the routing of few tokens may be less."""
     moved = tpu_programs.collectives(text)
-    counts = 4 * ranks * (2 * ranks + DEEPSEEK["experts"])
-    assert 0 < sum(moved.values()) < min(1.1 * counts, ranks * case.tokens * DEEPSEEK["top_k"] * 4), moved
+    most = min(2**20, ranks * case.tokens * DEEPSEEK["top_k"] * 4)
+    if ranks > 256:
+        most = int(1.1 * 4 * ranks * (2 * ranks + DEEPSEEK["experts"]))
+    assert 0 < sum(moved.values()) < most, moved
     assert_no_large_scalar_operation(text, case)
 
 

@@ -41,7 +41,8 @@ def gradient_program(generation: str, tokens: int, hidden: int, layout: str, **m
     mesh = tpu_topologies.mesh(generation, **mesh_options)
     axes = mesh.axis_names
     options = {"num_experts": EXPERTS, "axis_name": axes if len(axes) > 1 else axes[0], "layout": layout}
-    options["config"] = xm.KernelConfig(backend="pallas")
+    # not "auto", which gathers the records of few tokens on all ranks
+    options["config"] = xm.KernelConfig(backend="pallas", mode="throughput")
     if layout != "padded":
         options["capacity"] = tpu_programs.capacity_for(tokens, TOP_K)
 
