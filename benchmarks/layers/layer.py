@@ -24,7 +24,7 @@ TOLERANCE = {"bfloat16": 0.03, "float16": 0.01, "float32": 1e-4}
 COMPILING = 8
 """Programs that are compiled at a time."""
 FP8_TOLERANCE = 0.3
-"""The same with an fp8 wire, which rounds to three bits of mantissa twice."""
+"""Allowed difference with an fp8 wire, which rounds to three bits of mantissa twice."""
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""What an expert does between its matmuls, element by element, and its derivatives: in a kernel's epilogue and outside.
+"""Activations between the matmuls of an expert, element by element, and their derivatives.
 
-All of it takes and gives float32.
+Kernels call them in their epilogues, and JAX outside of kernels. They take and return float32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Activation:
 
     @property
     def gated(self) -> bool:
-        """Whether there are two projections, `gate` and `up`."""
+        """Returns True if the activation takes two projections, `gate` and `up`."""
         return self.name in GATED
 
     def __call__(self, *projections: Any) -> Any:
@@ -68,8 +68,8 @@ class Activation:
 
 
 def _normal_cdf(x: Any) -> Any:
-    """Of the standard normal distribution, within 1e-7: Abramowitz and Stegun, Handbook of Mathematical Functions,
-    7.1.26. Mosaic GPU does not lower `lax.erf`.
+    """Returns the standard normal distribution's function at `x`, within 1e-7 (Abramowitz and Stegun, Handbook of
+    Mathematical Functions, 7.1.26): Mosaic GPU does not lower `lax.erf`.
     """
     magnitude = jnp.maximum(x, -x)
     t = 1.0 / (1.0 + 0.3275911 * math.sqrt(0.5) * magnitude)

@@ -104,7 +104,7 @@ def activated(case, gate, up):
 
 
 def written_out(case, x, idx, weights, experts):
-    """The same by the public operations; a bias is that of the row's expert."""
+    """Computes the layer by the public operations; each row gets the bias of its expert."""
     routed = xm.dispatch(x, idx, weights, num_experts=EXPERTS, axis_name="ep", active=who(case), **dict(case.dispatch))
     rows = routed.x
     if padded := rows.ndim == 3:

@@ -145,7 +145,7 @@ def test_visited_pairs_of_a_few_depths():
 
 
 def test_tables_of_sources_that_send_little():
-    """Of 256 sources with 4 records each 32 share a table of 128; a source with more than a table has several."""
+    """32 of 256 sources with 4 records each share a table of 128; a source with more than a table has several."""
     routing = tpu_bundles.uniform_routing(128, 256, 256, 8, Grouping(16), seed=0)
     even = dataclasses.replace(routing, sources=(4,) * 256)
     assert tpu_bundles.tables_of(even) == (8, 256)
