@@ -63,7 +63,7 @@ __all__ = [
     "routing",
 ]
 
-_LATER = ("autotune", "flax", "transfer")  # large, or in need of flax
+_LATER = ("autotune", "elastic", "flax", "transfer")  # large, or in need of flax
 
 
 def __getattr__(name: str) -> typing.Any:

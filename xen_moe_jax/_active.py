@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xen_moe_jax import _layout
+from xen_moe_jax import _layout, _ranks
 from xen_moe_jax._spec import Spec
 
 EVERY_RANK = np.True_
@@ -32,7 +32,7 @@ def given(active: Any) -> bool:
 
 def _mine(active: jax.Array, spec: Spec) -> jax.Array:
     """bool `[R]`: the ranks that this rank exchanges rows with; all False on an inactive rank."""
-    return active & active[lax.axis_index(spec.axis_name)]
+    return active & active[_ranks.index(spec.axis_name)]
 
 
 def entries(topk_idx: jax.Array, active: jax.Array, spec: Spec) -> jax.Array:

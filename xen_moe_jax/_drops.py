@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xen_moe_jax import _layout
+from xen_moe_jax import _layout, _ranks
 from xen_moe_jax import _single_ops as ops
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._primitive import declare, declare_composite
@@ -61,7 +61,7 @@ def _room_for_all(spec: Spec) -> bool:
 
 def _all_gather(words: Any, active: Any, *, spec: Spec, **_: Any) -> Any:
     del active  # an inactive rank's routing is masked already, so that its words stand for no rows
-    return lax.all_gather(words, spec.axis_name)
+    return _ranks.all_gather(words, spec.axis_name)
 
 
 # `words int32 [N]` of every rank on every rank, `[R, N]`; zero for an inactive rank.
@@ -98,7 +98,7 @@ def _by_source(topk_idx: jax.Array, active: Any, params: dict[str, Any]) -> tupl
     counts = jnp.pad(counts, ((0, 0), (0, spec.num_ranks * spec.local_experts - spec.num_experts)))
     counts = counts.reshape(spec.num_ranks, spec.num_ranks, spec.local_experts)
     taken = rows_taken(counts, spec)
-    me = lax.axis_index(spec.axis_name)
+    me = _ranks.index(spec.axis_name)
     limit = lax.dynamic_index_in_dim(taken, me, 0, keepdims=False).reshape(-1)
     kept = order.reshape(topk_idx.shape) < ops.take(limit, jnp.maximum(topk_idx, 0))
     dropped = lax.dynamic_index_in_dim(counts - taken, me, 1, keepdims=False)
@@ -149,7 +149,7 @@ def _by_weight(
     bins = ops.where(names >= 0, ops.divide(names, per_bin), num_bins)
     bins, _, names, places = lax.sort((bins, keys, names, lax.iota(jnp.int32, keys.size)), num_keys=2, is_stable=True)
     fits = _rows_needed(bins, names, num_bins, spec) <= _bin_capacity(spec)
-    me = lax.axis_index(spec.axis_name)
+    me = _ranks.index(spec.axis_name)
     receiver = ops.divide(names, spec.local_experts) if spec.layout == "padded" else bins
     dropped = jnp.sum((names >= 0) & (receiver == me) & ~fits, dtype=jnp.int32)
     kept = ops.put(lax.full(fits.shape, 0, jnp.int32), places, fits.astype(jnp.int32))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from xen_moe_jax import _layout
+from xen_moe_jax import _layout, _ranks
 from xen_moe_jax import _single_ops as ops
 from xen_moe_jax._active import EVERY_RANK
 from xen_moe_jax._config import KernelConfig
@@ -51,7 +51,7 @@ def _assign(topk_idx: Any, *, spec: Spec, num_experts: int, config: KernelConfig
     order, own = _layout.order_within_bins(flat, num_experts)
     (counts,) = gather_words_p.bind(own, EVERY_RANK, spec=spec, config=config)
     parts = divide(counts, slots, spec.num_tokens * spec.top_k)
-    me = lax.axis_index(spec.axis_name)
+    me = _ranks.index(spec.axis_name)
     before = lax.dynamic_index_in_dim(_layout.exclusive_cumsum(counts, axis=0), me, 0, keepdims=False)
     expert = jnp.maximum(flat, 0)
     number = ops.take(before, expert) + order  # of this row among all rows of its expert

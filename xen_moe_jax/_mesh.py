@@ -19,6 +19,29 @@ def manual_axes() -> tuple[str, ...]:
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+_groups: dict[str, Any] = {}
+
+
+def join(axis_name: str, group: Any) -> None:
+    """From now on `axis_name` is the axis of `group` wherever no mesh has an axis of that name: `xen_moe_jax.elastic`.
+    A group has `rank`, `num_ranks`, `exchange`, `good` and `failure`."""
+    if axis_name in _groups:
+        raise ValueError(f"axis_name={axis_name!r}: this process has, or had, another group of that name")
+    _groups[axis_name] = group
+
+
+def group_of(axis_name: tuple[str, ...]) -> Any:
+    """The group whose axis this is; None for axes of a mesh."""
+    if len(axis_name) != 1 or axis_name[0] not in _groups or axis_name[0] in manual_axes():
+        return None
+    return _groups[axis_name[0]]
+
+
+def group_failure() -> str:
+    """Returns why a group of this process has failed, or ""."""
+    return next((text for text in (group.failure() for group in _groups.values()) if text), "")
+
+
 def vmapped(axis_name: Any) -> bool:
     """Returns True if one of the names is an axis of an enclosing `jax.vmap`."""
     names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
@@ -41,7 +64,8 @@ def varying_unchecked(names: tuple[Any, ...]) -> contextlib.AbstractContextManag
 
 
 def axis_size(name: str) -> int:
-    return jax.sharding.get_abstract_mesh().shape[name]
+    group = group_of((name,))
+    return group.num_ranks if group is not None else jax.sharding.get_abstract_mesh().shape[name]
 
 
 def group_size(axis_sizes: tuple[int, ...], axis_index_groups: Any) -> int:
@@ -53,7 +77,7 @@ def group_size(axis_sizes: tuple[int, ...], axis_index_groups: Any) -> int:
 def vary_over(operands: Sequence[Any], axis_name: tuple[str, ...]) -> list[Any]:
     """Makes all operands vary over `axis_name` and over every axis that one of them varies over; literals stay
     literals."""
-    if not _jax_internals.checks_varying(axis_name[0]):
+    if group_of(axis_name) is not None or not _jax_internals.checks_varying(axis_name[0]):
         return list(operands)
     wanted = frozenset(axis_name).union(*map(_jax_internals.varying_axes, operands))
     return [vary(x, wanted) for x in operands]
@@ -84,6 +108,7 @@ def platform() -> str:
 _lowering_mesh: contextvars.ContextVar[Any] = contextvars.ContextVar("mesh", default=None)
 _lowering_exported: contextvars.ContextVar[bool] = contextvars.ContextVar("exported", default=False)
 _lowering_site: contextvars.ContextVar[int] = contextvars.ContextVar("site", default=0)
+_exchanges: contextvars.ContextVar[list[int]] = contextvars.ContextVar("exchanges", default=[0])
 
 
 @contextlib.contextmanager
@@ -91,12 +116,14 @@ def lowering_for(mesh: Any, site: int, exported: bool = False) -> Iterator[None]
     """Inside this context, `lowering_mesh()` is `mesh`, `lowering_site()` is `site` and `lowering_exported()` is
     `exported`."""
     tokens = _lowering_mesh.set(mesh), _lowering_site.set(site), _lowering_exported.set(exported)
+    counted = _exchanges.set([0])
     try:
         yield
     finally:
         _lowering_mesh.reset(tokens[0])
         _lowering_site.reset(tokens[1])
         _lowering_exported.reset(tokens[2])
+        _exchanges.reset(counted)
 
 
 def lowering_exported() -> bool:
@@ -108,6 +135,13 @@ def lowering_site() -> int:
     """Distinguishes the operation that is being lowered from other operations of the same shapes: uint32, equal in
     every process."""
     return _lowering_site.get()
+
+
+def next_exchange() -> int:
+    """Counts the exchanges of the operation that is being lowered."""
+    count = _exchanges.get()
+    count[0] += 1
+    return count[0]
 
 
 def lowering_mesh() -> Any:

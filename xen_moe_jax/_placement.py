@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xen_moe_jax import _layout, _mesh, _nodes
+from xen_moe_jax import _layout, _mesh, _nodes, _ranks
 from xen_moe_jax import _single_ops as ops
 from xen_moe_jax._collective_primitives import ragged_all_to_all_p
 from xen_moe_jax._config import DEFAULT_CONFIG, KernelConfig
@@ -259,7 +259,7 @@ def _axis(axis_name: Any, num_ranks: int, caller: str) -> tuple[str, ...]:
             f"{ {name: _mesh.axis_size(name) for name in manual} }: say which with axis_name="
         )
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
-    missing = [name for name in names if name not in manual]
+    missing = [name for name in names if name not in manual and _mesh.group_of((name,)) is None]
     if missing or math.prod(map(_mesh.axis_size, names)) != num_ranks:
         raise ValueError(
             f"Placement.{caller}: axis_name={axis_name!r}: must be manual axes (inside jax.shard_map) with the "
@@ -315,7 +315,7 @@ def _ragged(operand: Any, output: Any, sent: Any, sent_to: Any, landed: Any, cam
 def _move(weights: Any, source: Any, **params: Any) -> Any:
     """An exchange for each slot of `new`: every rank gets the expert that is in this slot of its own."""
     old_slots, new_slots = params["old_slots"], params["new_slots"]
-    me = lax.axis_index(params["axis_name"])
+    me = _ranks.index(params["axis_name"])
     peers = jnp.arange(source.shape[0], dtype=jnp.int32)
 
     def slot(output: Any, at: Any) -> Any:
@@ -336,7 +336,7 @@ def _reduce(gradients: Any, source: Any, **params: Any) -> Any:
     row. Turns in which no home gets one are skipped: all ranks know that, since all have `source`."""
     old_slots, new_slots = params["old_slots"], params["new_slots"]
     ranks = source.shape[0]
-    me = lax.axis_index(params["axis_name"])
+    me = _ranks.index(params["axis_name"])
     peers = jnp.arange(ranks, dtype=jnp.int32)
     flat = source.reshape(-1)
     order, _ = _layout.order_within_bins(flat, ranks * old_slots)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xen_moe_jax import _active, _drops, _exact, _home_sums, _layout, _nodes, _validate, backends
+from xen_moe_jax import _active, _drops, _exact, _home_sums, _layout, _nodes, _ranks, _validate, backends
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._mesh import vary_over
 from xen_moe_jax._numbers import as_bool
@@ -156,7 +156,7 @@ def dispatch(
         entries = placement.experts.size
     exact = _validate.balance(
         balance, slots_per_rank, num_experts, math.prod(sizes), caller,
-        layout=layout, capacity=capacity, placement=placement, active=active,
+        axis_name=names, layout=layout, capacity=capacity, placement=placement, active=active,
     )  # fmt: skip
     if exact is not None:
         entries = math.prod(sizes) * exact
@@ -176,7 +176,7 @@ def dispatch(
     )
     static = _static(spec, parsed_wire, gradient_wire, config, values.shape[1], caller)
     if placement is not None:
-        topk_idx = placement.route(topk_idx, lax.axis_index(spec.axis_name))
+        topk_idx = placement.route(topk_idx, _ranks.index(spec.axis_name))
     elif exact is not None:
         topk_idx, placement = _exact.assign(topk_idx, num_experts, spec, static.config)
     idx = _layout.sanitize(topk_idx, spec.num_experts)
@@ -184,7 +184,7 @@ def dispatch(
     if scales is None:
         scales = jnp.zeros((num_tokens, 0), jnp.float32)
     given = topk_idx if topk_idx.dtype == jnp.int32 else idx  # another width may hold values that int32 cannot
-    checked = _validate.active(active, spec.num_ranks, caller)
+    checked = _validate.active(active, spec, caller)
     values, scales, idx, weights, given, checked = vary_over(
         [values, scales, idx, weights, given, checked], spec.axis_name
     )
@@ -228,7 +228,7 @@ def combine(
             "routed.topk_weights while reducing over the local experts and pass weighted=False"
         )
     static = _static(spec, _validate.wire(wire, caller), gradient_wire, config, y.shape[-1], caller)
-    checked = _validate.active(handle.active if active is None else active, spec.num_ranks, caller)
+    checked = _validate.active(handle.active if active is None else active, spec, caller)
     operands = [y, handle.topk_idx, handle.positions, handle.recv_counts, checked, handle.weights]
     operands = vary_over(operands, spec.axis_name)
     return PreparedCombine(static, chosen, _at_home(handle, placement, static, caller), *operands)
@@ -271,7 +271,7 @@ def redispatch(
         raise TypeError(f"{caller}: x is a BlockScaled: pass the float array and wire=... instead")
     _validate.same_tokens(token_dims, spec, caller)
     static = _static(spec, _validate.wire(wire, caller), gradient_wire, config, values.shape[1], caller)
-    checked = _validate.active(handle.active if active is None else active, spec.num_ranks, caller)
+    checked = _validate.active(handle.active if active is None else active, spec, caller)
     operands = [values, handle.topk_idx, handle.positions, handle.recv_counts, checked]
     return PreparedRedispatch(static, *vary_over(operands, spec.axis_name))
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from xen_moe_jax import _jax_internals, _mesh, _nodes, _profiles, _tested_jax, backends
+from xen_moe_jax import _jax_internals, _mesh, _nodes, _profiles, _ranks, _tested_jax, backends
 from xen_moe_jax._shapes import ShapeDtype
 from xen_moe_jax.backends.base import Call, Exchange
 
@@ -122,7 +122,8 @@ def _lowering(
 ) -> Callable:
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         _tested_jax.warn_of_newer()
-        backend = backends.for_lowering(platform, params["config"])
+        axis_name = params["spec"].axis_name if "spec" in params else params["axis_name"]
+        backend = backends.for_lowering(platform, params["config"], axis_name)
         function = backend.operation(operation)
         if function is None:
             if otherwise is None:
@@ -137,6 +138,8 @@ def _lowering(
         run: Callable[..., Any] = functools.partial(function, call)
         if mask is not None and not backend.takes_active:
             run = _masked(run, mask, finish, params["spec"])
+        if _ranks.in_group(axis_name):
+            run = _guarded(run, operation, axis_name, takes_active=mask is not None)
         avals = backend.operand_avals(operation, _plain_avals(ctx), call)
         with jax.enable_x64(False) if backend.in_32_bits else contextlib.nullcontext():
             return _lower(ctx, operands, avals, run)
@@ -199,6 +202,15 @@ def _masked(
         return results if finish is None else finish(results, operands, spec)
 
     return masked
+
+
+def _guarded(run: Callable, operation: str, axis_name: tuple[str, ...], takes_active: bool) -> Callable:
+    """In a group: with results that are poisoned where it has failed. `active` is the fifth operand."""
+
+    def guarded(*operands: Any) -> Any:
+        return _ranks.poison_failed(run(*operands), operands[4] if takes_active else None, operation, axis_name)
+
+    return guarded
 
 
 def _as_tuple(f: Callable) -> Callable:

@@ -30,11 +30,11 @@ def axes(axis_name: Any, caller: str, *, most: int = 2) -> tuple[tuple[str, ...]
         )
     manual = _mesh.manual_axes()
     for name in names:
-        if name not in manual:
+        if name not in manual and (len(names) > 1 or _mesh.group_of(names) is None):
             where = f"the manual axes here are {manual}" if manual else "there is no manual axis here"
             raise ValueError(
                 f"{caller}: axis_name={axis_name!r}: {where}. Call it inside jax.shard_map over a mesh that has axis "
-                f"{name!r}"
+                f"{name!r}, or open an elastic.Group of that name"
             )
     return names, tuple(_mesh.axis_size(n) for n in names)
 
@@ -163,8 +163,14 @@ def names_every_expert(topk_idx: jax.Array, num_experts: int, caller: str) -> No
         )
 
 
-def active(value: Any, num_ranks: int, caller: str) -> Any:
+def active(value: Any, spec: Spec, caller: str) -> Any:
     """Returns the mask, bool `[R]`; `_active.EVERY_RANK` for None."""
+    num_ranks = spec.num_ranks
+    if value is None and _mesh.group_of(spec.axis_name) is not None:
+        raise ValueError(
+            f"{caller}: active=None over the axis {spec.axis_name} of an elastic.Group, whose ranks come and go: pass "
+            "active=group.active() as an argument of the program, so that it is data"
+        )
     if value is None:
         return _active.EVERY_RANK
     value = _array(value, caller, "active")
@@ -200,12 +206,15 @@ def balance(
     num_ranks: int,
     caller: str,
     *,
+    axis_name: tuple[str, ...],
     layout: Any,
     capacity: Any,
     placement: Any,
     active: Any,
 ) -> int | None:
     """Returns the slots of a rank with balance="exact"; None without."""
+    if value is not None and _mesh.group_of(axis_name) is not None:
+        raise ValueError(f"{caller}: balance={value!r} in an elastic.Group, where ranks may be absent: plan a placement")
     if value is None:
         if slots_per_rank is not None:
             raise ValueError(f"{caller}: slots_per_rank={slots_per_rank!r} without balance='exact': leave it None")
@@ -292,7 +301,7 @@ def _handle_arrays(value: Handle, caller: str) -> dict[str, Any]:
             )
         arrays[name] = array
     if value.active is not None:
-        arrays["active"] = active(value.active, spec.num_ranks, f"{caller} (handle)")
+        arrays["active"] = active(value.active, spec, f"{caller} (handle)")
     return arrays
 
 

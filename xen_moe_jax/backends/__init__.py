@@ -13,7 +13,7 @@ import warnings
 
 import jax
 
-from xen_moe_jax import _jax_internals
+from xen_moe_jax import _jax_internals, _mesh
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.base import Backend, BackendUnavailable
@@ -21,13 +21,25 @@ from xen_moe_jax.backends.base import Backend, BackendUnavailable
 BY_PLATFORM = {"tpu": "pallas", "cuda": "cuda"}
 
 
-def for_lowering(platform: str | None, config: KernelConfig) -> Backend:
-    """The backend that runs an operation lowered for `platform` (None: any other platform).
+IN_GROUPS = ("cpu", "cuda")
+"""Platforms on which a program may call the host, which is how the ranks of an `elastic.Group` exchange."""
+
+
+def for_lowering(platform: str | None, config: KernelConfig, axis_name: tuple[str, ...]) -> Backend:
+    """The backend that runs an operation over `axis_name` lowered for `platform` (None: any other platform).
 
     Raises:
       ValueError: `config.backend` names a backend that does not run on `platform`.
       BackendUnavailable: it was asked for by name and cannot be loaded.
     """
+    if _mesh.group_of(axis_name) is not None:
+        if config.backend not in (None, "reference") or platform not in IN_GROUPS:
+            raise ValueError(
+                f"KernelConfig.backend={config.backend!r} on platform {platform!r} over the axis {axis_name} of an "
+                f"elastic.Group: its ranks exchange through the host, by plain JAX, on {', '.join(IN_GROUPS)}; use "
+                "backend=None"
+            )
+        return load("reference")
     name = config.backend or for_platform(platform)
     if config.backend is not None:
         _check_platform(name, platform, config)
@@ -85,7 +97,7 @@ def ranks_per_node(axis_sizes: tuple[int, ...], backend: str | None) -> int | No
 def failure() -> str:
     """Returns why an operation of this process gave up, or "". A backend that was never used is not imported for it."""
     used = sys.modules.get(f"{__name__}.cuda")
-    return used.BACKEND.failure() if used is not None else ""
+    return (used.BACKEND.failure() if used is not None else "") or _mesh.group_failure()
 
 
 def register_ahead() -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xen_moe_jax import _layout
+from xen_moe_jax import _layout, _ranks
 from xen_moe_jax import _single_ops as ops
 from xen_moe_jax._spec import Spec
 
@@ -18,17 +18,19 @@ def gather_metadata(
 ) -> tuple[_layout.SourceRouting, jax.Array, jax.Array]:
     """Every source's routing, weights `[R, T, K]` and pairs `[R, R]` on every rank: one all-gather of int32 words."""
     own = _layout.source_routing(topk_idx, spec)
+    own = own._replace(topk_idx=_ranks.absent_is_unused(own.topk_idx, spec.axis_name))
     words = [*own, lax.bitcast_convert_type(topk_weights.astype(jnp.float32), jnp.int32)]
     shapes = [w.shape for w in words]
     packed = jnp.concatenate([w.reshape(-1) for w in words])
-    gathered = lax.all_gather(packed, spec.axis_name)
+    gathered = _ranks.all_gather(packed, spec.axis_name)
     splits = [sum(w.size for w in words[:i]) for i in range(1, len(words))]
     parts = [
         part.reshape(spec.num_ranks, *shape)
         for part, shape in zip(jnp.split(gathered, splits, axis=1), shapes, strict=True)
     ]
     weights = lax.bitcast_convert_type(parts[4], jnp.float32)
-    return _layout.SourceRouting(*parts[:4]), weights, parts[3]
+    routed = _ranks.absent_is_unused(parts[0], spec.axis_name)
+    return _layout.SourceRouting(routed, *parts[1:4]), weights, parts[3]
 
 
 def place_slots(values: jax.Array, positions: jax.Array, spec: Spec, *, fill: Any, flat: bool = False) -> jax.Array:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xen_moe_jax import _ranks
 from xen_moe_jax import _single_ops as ops
 from xen_moe_jax._config import KernelConfig
 
@@ -66,7 +67,7 @@ def exchange(
     def one_round(state):
         i, buffers = state
         sent = produce(i * block)
-        received = jax.tree.map(lambda a: lax.all_to_all(a, axis_name, 0, 0, axis_index_groups=axis_index_groups), sent)
+        received = jax.tree.map(lambda a: _ranks.all_to_all(a, axis_name, axis_index_groups=axis_index_groups), sent)
         buffers = jax.tree.map(
             lambda buffer, a: lax.dynamic_update_slice_in_dim(buffer, a, i * block, axis=1), buffers, received
         )

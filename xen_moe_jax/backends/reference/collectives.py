@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xen_moe_jax import _ranks
 from xen_moe_jax import _single_ops as ops
 from xen_moe_jax.backends import rounds
 from xen_moe_jax.backends.base import Exchange
@@ -35,11 +36,11 @@ def ragged_all_to_all(exchange: Exchange, operand: jax.Array, output: jax.Array,
     block = rounds.block_rows(longest, exchange.config)
 
     def to_peers(a):
-        return lax.all_to_all(a.reshape(ranks, 1), axis_name, 0, 0, axis_index_groups=groups).reshape(ranks)
+        return _ranks.all_to_all(a.reshape(ranks, 1), axis_name, axis_index_groups=groups).reshape(ranks)
 
     first = to_peers(output_offsets)
     count = jnp.minimum(recv_sizes, to_peers(send_sizes))
-    largest_pair = lax.pmax(jnp.clip(jnp.max(send_sizes), 0, longest), axis_name)
+    largest_pair = _ranks.largest(jnp.clip(jnp.max(send_sizes), 0, longest), axis_name)
 
     def produce(first_row):
         row = input_offsets[:, None] + first_row + jnp.arange(block, dtype=jnp.int32)

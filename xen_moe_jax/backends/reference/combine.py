@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xen_moe_jax import _nodes
+from xen_moe_jax import _nodes, _ranks
 from xen_moe_jax import _single_ops as ops
 from xen_moe_jax._layout import owners
 from xen_moe_jax._quantize import Wire, from_wire, quantize_arrays
@@ -38,7 +38,7 @@ def combine(
     slots = jnp.sum(came, axis=-1, dtype=jnp.int32)
     order = rounds.pad_to_blocks(most_rows_first(slots), 1, block, fill=-1)
     packed = lax.sort((~came, positions), dimension=2, num_keys=1)[1].reshape(-1, positions.shape[-1])
-    largest_pair = lax.pmax(jnp.max(jnp.sum(slots > 0, axis=1, dtype=jnp.int32)), spec.axis_name)
+    largest_pair = _ranks.largest(jnp.max(jnp.sum(slots > 0, axis=1, dtype=jnp.int32)), spec.axis_name)
     first = jnp.arange(spec.num_ranks, dtype=jnp.int32)[:, None] * spec.num_tokens
 
     def produce(first_row):

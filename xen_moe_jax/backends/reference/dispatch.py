@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xen_moe_jax import _layout
+from xen_moe_jax import _layout, _ranks
 from xen_moe_jax import _single_ops as ops
 from xen_moe_jax._quantize import from_wire, quantize_arrays
 from xen_moe_jax.backends import rounds
@@ -24,7 +24,7 @@ def dispatch(
     """Returns the results in the order of docs/design/internals.md."""
     spec = call.spec
     topk_idx = _layout.sanitize(topk_idx, spec.num_experts)
-    rank = lax.axis_index(spec.axis_name)
+    rank = _ranks.index(spec.axis_name)
     routing, weights, pairs = gather_metadata(topk_idx, topk_weights, spec)
     layout = _layout.recv_layout(routing.topk_idx, routing.order, routing.counts, rank, spec)
     rows = _send_rows(call, x, scales, topk_idx, layout.positions, jnp.max(pairs))
@@ -44,7 +44,7 @@ def redispatch(
     del recv_counts
     spec = call.spec
     received = jnp.sum(jnp.any(positions != -1, axis=-1), axis=1, dtype=jnp.int32)
-    largest_pair = lax.pmax(jnp.max(received), spec.axis_name)
+    largest_pair = _ranks.largest(jnp.max(received), spec.axis_name)
     no_scales = jnp.zeros((spec.num_tokens, 0), jnp.float32)
     rows, _ = _send_rows(call, x, no_scales, topk_idx, positions, largest_pair)
     return rows

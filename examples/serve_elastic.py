@@ -1,0 +1,531 @@
+"""A server that outlives its ranks: requests in, tokens out, while ranks are killed and come back.
+
+    python -m examples.serve_elastic --ranks 4 --seconds 30 --plot tokens.png     # kill one by hand, or let it do so
+    kill -9 PID                                                                   # it prints the PIDs
+
+The front process hands each request to one rank and collects tokens. Every rank is a process with a JAX runtime of its
+own (`xm.elastic`), which decodes its requests with a small decoder: attention over its own KV cache, experts spread over
+all ranks, most of them with a replica. When a rank is killed, the others retract the step under way, agree on who is
+left, load the experts that have no replica from the checkpoint, and run the step again: the same program, the same
+tokens. The front gives the lost rank's requests, with the tokens that were delivered, to the other ranks. A rank that
+is started loads, compiles and warms up alone, and is let in between two steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import functools
+import multiprocessing.connection
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+VOCAB, HIDDEN, LAYERS, EXPERTS, TOP_K, WIDTH = 64, 32, 2, 8, 2, 32
+SLOTS = 4
+"""Slots of a rank for experts: two ranks that are left can hold all of them."""
+ROWS, LENGTH = 4, 48
+"""Requests that a rank decodes at the same time, and tokens of the longest."""
+TIMEOUT_S = 20.0
+
+
+# -- the checkpoint ----------------------------------------------------------------------------------------------------
+
+
+def make_checkpoint(folder: pathlib.Path) -> None:
+    """Random weights; one file for each expert, so that a rank reads what it needs."""
+    import numpy as np
+
+    rng = np.random.default_rng(35)
+
+    def normal(*shape: int) -> np.ndarray:
+        return (rng.standard_normal(shape) / shape[-2] ** 0.5).astype(np.float32)
+
+    dense = {
+        "embedding": rng.standard_normal((VOCAB, HIDDEN)).astype(np.float32),
+        "position": rng.standard_normal((LENGTH, HIDDEN)).astype(np.float32),
+        "attention": normal(LAYERS, 4, HIDDEN, HIDDEN),
+        "router": normal(LAYERS, HIDDEN, EXPERTS),
+        "out": normal(HIDDEN, VOCAB),
+    }
+    np.savez(folder / "dense.npz", **dense)
+    for expert in range(EXPERTS):
+        weights = {"gate_up": normal(LAYERS, HIDDEN, 2 * WIDTH), "down": normal(LAYERS, WIDTH, HIDDEN)}
+        np.savez(folder / f"expert{expert}.npz", **weights)
+
+
+def load_dense(folder: pathlib.Path) -> dict:
+    import numpy as np
+
+    with np.load(folder / "dense.npz") as file:
+        return dict(file)
+
+
+def load_expert(folder: pathlib.Path, expert: int) -> dict:
+    """Weights of one expert in all layers; zeros for an empty slot, -1."""
+    import numpy as np
+
+    with np.load(folder / f"expert{max(expert, 0)}.npz") as file:
+        return {name: array * (expert >= 0) for name, array in file.items()}
+
+
+# -- the decoder -------------------------------------------------------------------------------------------------------
+
+
+def empty_cache():
+    """Keys and values of all layers: `[LAYERS, 2, ROWS, LENGTH, HIDDEN]`."""
+    import jax.numpy as jnp
+
+    return jnp.zeros((LAYERS, 2, ROWS, LENGTH, HIDDEN), jnp.float32)
+
+
+def decode_step(dense, cache, tokens, positions, used, moe):
+    """Returns the next token of each row, int32 `[ROWS]`, and the cache. Running a step again changes nothing.
+
+    Args:
+      dense: of `load_dense`.
+      tokens, positions: int32 `[ROWS]`. used: bool `[ROWS]`, False for a row without a request.
+      moe: `moe(layer, x [ROWS, HIDDEN], topk_idx, topk_weights) -> [ROWS, HIDDEN]`.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    def norm(x):
+        return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+    rows = jnp.arange(ROWS)
+    visible = jnp.arange(LENGTH) <= positions[:, None]
+    x = dense["embedding"][tokens] + dense["position"][positions]
+    for layer in range(LAYERS):
+        query, key, value, out = dense["attention"][layer]
+        h = norm(x)
+        cache = cache.at[layer, 0, rows, positions].set(h @ key).at[layer, 1, rows, positions].set(h @ value)
+        scores = jnp.einsum("bh,bsh->bs", h @ query, cache[layer, 0]) / HIDDEN**0.5
+        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+        x = x + jnp.einsum("bs,bsh->bh", weights, cache[layer, 1]) @ out
+        h = norm(x)
+        chosen, experts = jax.lax.top_k(jax.nn.softmax(h @ dense["router"][layer], axis=-1), TOP_K)
+        x = x + moe(layer, h, jnp.where(used[:, None], experts, -1).astype(jnp.int32), chosen)
+    return jnp.argmax(norm(x) @ dense["out"], axis=-1).astype(jnp.int32), cache
+
+
+def make_step(axis_name: str):
+    """The compiled step of a rank: `step(dense, experts, cache, tokens, positions, used, active, placement)`."""
+    import jax
+
+    import xen_moe_jax as xm
+
+    config = xm.KernelConfig(chunk_tokens=ROWS * TOP_K)  # all rows in one round: a round costs more than its rows
+
+    def step(dense, experts, cache, tokens, positions, used, active, placement):
+        def moe(layer, x, topk_idx, topk_weights):
+            routed = xm.dispatch(
+                x, topk_idx, topk_weights, num_experts=EXPERTS, axis_name=axis_name, active=active,
+                placement=placement, config=config,
+            )  # fmt: skip
+            hidden = jax.lax.ragged_dot(routed.x, experts["gate_up"][layer], routed.group_sizes)
+            gate, up = hidden[:, :WIDTH], hidden[:, WIDTH:]
+            y = jax.lax.ragged_dot(jax.nn.silu(gate) * up, experts["down"][layer], routed.group_sizes)
+            return xm.combine(y, routed.handle, config=config)
+
+        return decode_step(dense, cache, tokens, positions, used, moe)
+
+    return jax.jit(step, donate_argnums=2)
+
+
+def expected_tokens(folder: pathlib.Path, prompt: list[int], total: int) -> list[int]:
+    """What one process without ranks says: all experts here, each applied to every token."""
+    import jax
+    import jax.numpy as jnp
+
+    step, dense, experts, cache = _plain(folder)
+    known = list(prompt)
+    for position in range(total - 1):
+        tokens = jnp.full(ROWS, known[position], jnp.int32)
+        out, cache = step(dense, experts, cache, tokens, jnp.full(ROWS, position, jnp.int32))
+        if position + 1 == len(known):
+            known.append(int(jax.device_get(out)[0]))
+    return known
+
+
+@functools.cache
+def _plain(folder: pathlib.Path):
+    import jax
+    import jax.numpy as jnp
+
+    loaded = [load_expert(folder, e) for e in range(EXPERTS)]
+    experts = {name: jnp.stack([e[name] for e in loaded], axis=1) for name in loaded[0]}
+
+    def step(dense, experts, cache, tokens, positions):
+        def moe(layer, x, topk_idx, topk_weights):
+            hidden = jnp.einsum("bh,ehf->bef", x, experts["gate_up"][layer])
+            y = jax.nn.silu(hidden[..., :WIDTH]) * hidden[..., WIDTH:]
+            y = jnp.einsum("bef,efh->beh", y, experts["down"][layer])
+            return jnp.einsum("bkh,bk->bh", jnp.take_along_axis(y, topk_idx[..., None], axis=1), topk_weights)
+
+        return decode_step(dense, cache, tokens, positions, jnp.ones(ROWS, bool), moe)
+
+    dense = jax.tree.map(jnp.asarray, load_dense(folder))
+    return jax.jit(step), dense, experts, empty_cache()
+
+
+# -- a rank ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Row:
+    """A request on a rank: `known` tokens, prompt first; the one at `position` is the next that goes in."""
+
+    request: int
+    known: list[int]
+    total: int
+    position: int = 0
+
+
+class Rank:
+    """The process of one rank."""
+
+    def __init__(self, folder: pathlib.Path, ranks: int, slot: int) -> None:
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+
+        import xen_moe_jax as xm
+
+        self.folder = folder
+        self.front = multiprocessing.connection.Client(str(folder / "front"), "AF_UNIX")
+        self.front.send(slot)
+        base = xm.balance.plan(np.ones(EXPERTS), num_ranks=ranks, slots_per_rank=SLOTS, min_replicas=1)
+        self.group = xm.elastic.Group(folder / "group", ranks, slot=slot, placement=base, timeout_s=TIMEOUT_S)
+        self.dense = jax.tree.map(jnp.asarray, load_dense(folder))
+        loaded = [load_expert(folder, int(e)) for e in self.group.experts]
+        self.experts = {name: jnp.stack([e[name] for e in loaded], axis=1) for name in loaded[0]}
+        self.put = jax.jit(
+            lambda all_of, one, slot: jax.tree.map(lambda a, b: a.at[:, slot].set(b), all_of, one), donate_argnums=0
+        )
+        self.run = make_step(self.group.axis_name)
+        self.cache, self.rows, self.advanced = empty_cache(), [None] * ROWS, []
+        self.now_members()
+        for slot_of_mine in range(SLOTS):  # warm up, alone
+            self.put_expert(slot_of_mine, int(self.group.experts[slot_of_mine]))
+        self.step()
+        xm.check()
+
+    def now_members(self) -> None:
+        import jax
+
+        self.members = jax.device_put((self.group.active(), self.group.placement))
+
+    def put_expert(self, slot: int, expert: int) -> None:
+        import numpy as np
+
+        self.experts = self.put(self.experts, load_expert(self.folder, expert), np.int32(slot))
+
+    def step(self):
+        """Runs a step; returns the next token of each row, or garbage if `xm.check()` raises."""
+        import jax
+        import numpy as np
+
+        rows = [row or Row(-1, [0], 0) for row in self.rows]
+        tokens = np.asarray([row.known[row.position] for row in rows], np.int32)
+        positions = np.asarray([row.position for row in rows], np.int32)
+        used = np.asarray([row is not None for row in self.rows])
+        out, self.cache = self.run(self.dense, self.experts, self.cache, tokens, positions, used, *self.members)
+        return jax.device_get(out)
+
+    def commit(self, out) -> None:
+        """The step is good on every rank: its tokens go to the front."""
+        said, self.advanced = [], []
+        for place, row in enumerate(self.rows):
+            if row is None:
+                continue
+            row.position += 1
+            self.advanced.append(row)
+            if row.position == len(row.known):
+                row.known.append(int(out[place]))
+                said.append((row.request, row.position, row.known[-1]))
+            if row.position + 1 >= row.total:
+                self.rows[place] = None
+        if said:
+            self.front.send(("tokens", said))
+
+    def take_requests(self) -> bool:
+        """Returns False once the front has no more use for this rank."""
+        while self.front.poll():
+            message = self.front.recv()
+            if message is None:
+                return False
+            self.rows[self.rows.index(None)] = Row(*message)
+        return True
+
+    def adopt(self, change, step: int, began: float) -> int:
+        """Loads what is missing; returns the step to run."""
+        for slot, expert in change.fetch:
+            self.put_expert(slot, expert)
+        self.now_members()
+        if change.step < step:  # a rank has not completed the last step: it runs again, and says nothing new
+            for row in self.advanced:
+                row.position -= 1
+        self.advanced = []
+        assert self.run._cache_size() == 1, "a change must not compile anything"
+        stopped = time.monotonic() - began
+        self.front.send(("change", change.view, change.joined, change.lost, len(change.fetch), stopped))
+        return change.step
+
+    def serve(self, start_with: int) -> None:
+        import xen_moe_jax as xm
+
+        self.front.send(("ready", time.monotonic()))
+        change = self.group.join(start_with=start_with, timeout_s=120.0)
+        step = self.adopt(change, 0, time.monotonic())
+        while self.take_requests():
+            began = time.monotonic()
+            if (change := self.group.boundary(step)) is not None:
+                step = self.adopt(change, step, began)
+            out = self.step()
+            try:
+                xm.check()
+            except xm.OperationFailed:
+                began = time.monotonic()
+                step = self.adopt(self.group.recover(step), step, began)
+                continue
+            self.commit(out)
+            step += 1
+        self.group.close()
+
+
+# -- the front ---------------------------------------------------------------------------------------------------------
+
+
+class Front:
+    """Starts ranks, hands out requests, collects tokens, and knows which rank has which request."""
+
+    def __init__(self, folder: pathlib.Path, ranks: int) -> None:
+        self.folder, self.ranks = folder, ranks
+        self.listener = multiprocessing.connection.Listener(str(folder / "front"), "AF_UNIX", backlog=ranks)
+        self.processes: dict[int, subprocess.Popen] = {}
+        self.links: dict[int, multiprocessing.connection.Connection] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.totals: dict[int, int] = {}
+        self.where: dict[int, int] = {}
+        self.waiting: collections.deque[int] = collections.deque()
+        self.members: set[int] = set()
+        self.log: list[tuple[float, str, object]] = []
+        """Times, kinds and contents of what happened: "tokens" (a number), "kill", "start", "ready", "change"."""
+
+    def start(self, slot: int, start_with: int = 1) -> None:
+        """Starts the process of a rank."""
+        arguments = ["--rank", str(slot), "--folder", str(self.folder), "--ranks", str(self.ranks)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        self.processes[slot] = subprocess.Popen(
+            [sys.executable, __file__, *arguments, "--start-with", str(start_with)], env=environment
+        )
+        self.note("start", slot)
+
+    def note(self, kind: str, what: object) -> None:
+        self.log.append((time.monotonic(), kind, what))
+
+    def submit(self, prompt: list[int], total: int) -> int:
+        """Returns the request's number; its tokens come into `tokens[number]`, prompt first."""
+        number = len(self.tokens)
+        self.tokens[number], self.totals[number] = list(prompt), total
+        self.waiting.append(number)
+        return number
+
+    def kill(self, slot: int) -> None:
+        self.processes[slot].kill()
+        self.note("kill", slot)
+
+    def pump(self, seconds: float) -> None:
+        """Takes in what the ranks say for a while, and gives waiting requests to those that have room."""
+        self._hand_out()
+        links = {link: slot for slot, link in self.links.items()}
+        listening = self.listener._listener._socket
+        for found in multiprocessing.connection.wait([listening, *links], seconds):
+            if found is listening:
+                self._welcome()
+                continue
+            try:
+                self._hear(links[found], found.recv())
+            except (EOFError, OSError):
+                self._lost(links[found])
+
+    def _welcome(self) -> None:
+        link = self.listener.accept()
+        try:
+            slot = link.recv()
+        except (EOFError, OSError):
+            return
+        self.links[slot] = link
+
+    def _hear(self, slot: int, message: tuple) -> None:
+        kind, *rest = message
+        if kind == "tokens":
+            new = 0
+            for request, place, token in rest[0]:
+                have = self.tokens[request]
+                if self.where.get(request) == slot and place == len(have):
+                    have.append(token)
+                    new += 1
+                    if len(have) >= self.totals[request]:
+                        del self.where[request]
+            self.note("tokens", new)
+        else:
+            self.note(kind, (slot, *rest))
+            if kind == "change":
+                self.members.add(slot)
+
+    def _lost(self, slot: int) -> None:
+        self.links.pop(slot).close()
+        self.members.discard(slot)
+        self.note("lost", slot)
+        back = [request for request, rank in self.where.items() if rank == slot]
+        for request in back:
+            del self.where[request]
+        self.waiting.extendleft(reversed(back))
+
+    def _hand_out(self) -> None:
+        while self.waiting and self.members:
+            load = collections.Counter(self.where.values())
+            slot = min(self.members, key=lambda member: (load[member], member))
+            if load[slot] >= ROWS:
+                return
+            request = self.waiting.popleft()
+            self.where[request] = slot
+            try:
+                self.links[slot].send((request, self.tokens[request], self.totals[request]))
+            except OSError:
+                self._lost(slot)
+
+    def done(self) -> bool:
+        return not self.waiting and not self.where
+
+    def close(self) -> None:
+        for link in self.links.values():
+            try:
+                link.send(None)
+            except OSError:
+                pass
+        limit = time.monotonic() + 5
+        for process in self.processes.values():
+            try:
+                process.wait(max(0.01, limit - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.listener.close()
+
+    def __enter__(self) -> Front:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+def main(ranks: int = 4, seconds: float = 12.0, plot: str | None = None) -> dict:
+    """Serves for about `seconds`: a rank is killed after a quarter, and started again at once.
+
+    Returns:
+      tokens, expected: lists of lists, for every request. pause_s: the longest time without a token after the kill.
+      let_in_s: from the newcomer's being ready to its first step. stopped_s: how long the others stopped for it.
+    """
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="xen_moe_serve_", dir="/dev/shm"))
+    try:
+        make_checkpoint(folder)
+        with Front(folder, ranks) as front:
+            _serve(front, seconds)
+            result = _report(front)
+        if plot:
+            _plot(front, plot)
+        return result
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _serve(front: Front, seconds: float) -> None:
+    for slot in range(front.ranks):
+        front.start(slot, start_with=front.ranks)
+    while len(front.members) < front.ranks:
+        front.pump(0.1)
+        if any(process.poll() is not None for process in front.processes.values()):
+            raise RuntimeError("a rank has ended before it was ready")
+    print("ranks:", {slot: process.pid for slot, process in front.processes.items()}, flush=True)
+    began, victim, killed = time.monotonic(), front.ranks - 1, False
+    back = False
+    while time.monotonic() - began < seconds or not back or not front.done():
+        if time.monotonic() - began < seconds or not back:
+            while len(front.waiting) < front.ranks:
+                number = len(front.tokens)
+                front.submit([number % VOCAB, (7 * number + 3) % VOCAB], 12 + number % 24)
+        front.pump(0.02)
+        if not killed and time.monotonic() - began > seconds / 4:
+            front.kill(victim)
+            killed = True
+        elif killed and victim not in front.members and front.processes[victim].poll() is not None:
+            front.start(victim)
+        back = killed and victim in front.members
+
+
+def _report(front: Front) -> dict:
+    expected = [
+        expected_tokens(front.folder, tokens[:2], front.totals[number]) for number, tokens in front.tokens.items()
+    ]
+    times = [t for t, kind, _ in front.log if kind == "tokens"]
+    killed = next(t for t, kind, _ in front.log if kind == "kill")
+    after = [killed, *(t for t in times if killed < t < killed + 5)]
+    ready = next(t for t, kind, what in front.log if kind == "ready" and t > killed)
+    joined = next(t for t, kind, what in front.log if kind == "change" and t > ready)
+    stops = [w[-1] for t, kind, w in front.log if kind == "change" and t > ready and w[2] and w[0] != front.ranks - 1]
+    return {
+        "tokens": list(front.tokens.values()),
+        "expected": expected,
+        "pause_s": max(b - a for a, b in zip(after, after[1:], strict=False)),
+        "let_in_s": joined - ready,
+        "stopped_s": max(stops),
+    }
+
+
+def _plot(front: Front, path: str) -> None:
+    from matplotlib.figure import Figure
+
+    first = min(t for t, kind, _ in front.log if kind == "tokens")
+    width = 0.25
+    bins = collections.Counter()
+    for t, kind, what in front.log:
+        if kind == "tokens":
+            bins[int((t - first) / width)] += what
+    figure = Figure(figsize=(8, 3))
+    axes = figure.subplots()
+    axes.step([i * width for i in range(max(bins) + 1)], [bins[i] / width for i in range(max(bins) + 1)], where="post")
+    for t, kind, what in front.log:
+        if t >= first and kind in ("kill", "start", "ready"):
+            rank = what[0] if isinstance(what, tuple) else what
+            axes.axvline(t - first, color={"kill": "red", "start": "gray", "ready": "green"}[kind], linestyle=":")
+            axes.text(t - first, axes.get_ylim()[1], f"{kind} rank {rank}", rotation=90, va="top", fontsize=8)
+    axes.set(xlabel="seconds", ylabel="tokens/s")
+    figure.savefig(path, bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--plot", metavar="FILE.png")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
+    parser.add_argument("--start-with", type=int, default=1, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rank is not None:
+        Rank(given.folder, given.ranks, given.rank).serve(given.start_with)
+    else:
+        outcome = main(given.ranks, given.seconds, given.plot)
+        outcome["all right"] = outcome.pop("tokens") == outcome.pop("expected")
+        print(outcome)

@@ -1,0 +1,138 @@
+"""What the ranks of an axis do together in plain JAX: XLA's collectives inside `jax.shard_map`, or an exchange between
+processes with a JAX runtime each (`xen_moe_jax.elastic`), where XLA has no collective.
+
+A group exchanges with the ranks that are its members now, which is known when a program runs and not when it is
+traced. What an absent rank would have sent is zero.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from xen_moe_jax import _mesh
+
+type Names = tuple[str, ...]
+
+
+def index(axis_name: Names) -> jax.Array:
+    """int32 `[]`: this rank's number, as `jax.lax.axis_index`."""
+    group = _mesh.group_of(axis_name)
+    return lax.axis_index(axis_name) if group is None else jnp.int32(group.rank)
+
+
+def all_gather(x: jax.Array, axis_name: Names) -> jax.Array:
+    """`[R, ...]`, as `jax.lax.all_gather`."""
+    group = _mesh.group_of(axis_name)
+    if group is None:
+        return lax.all_gather(x, axis_name)
+    return _exchange(group, "gather", axis_name, x, (group.num_ranks, *x.shape))
+
+
+def all_to_all(x: jax.Array, axis_name: Names, *, axis_index_groups: Any = None) -> jax.Array:
+    """`[R, ...]` from `x [R, ...]`: entry `s` is what rank `s` had for this rank, as `jax.lax.all_to_all(x, 0, 0)`."""
+    group = _mesh.group_of(axis_name)
+    if group is None:
+        return lax.all_to_all(x, axis_name, 0, 0, axis_index_groups=axis_index_groups)
+    if axis_index_groups is not None:
+        raise NotImplementedError("axis_index_groups inside an elastic.Group: its ranks exchange all together")
+    return _exchange(group, "scatter", axis_name, x, x.shape)
+
+
+def largest(x: jax.Array, axis_name: Names) -> jax.Array:
+    """The largest of the ranks' `x`, never negative, as `jax.lax.pmax`."""
+    if _mesh.group_of(axis_name) is None:
+        return lax.pmax(x, axis_name)
+    return jnp.max(all_gather(x, axis_name), axis=0)
+
+
+def absent_is_unused(topk_idx: jax.Array, axis_name: Names) -> jax.Array:
+    """Codes `topk_idx`, and decodes it again, so that what an absent rank would have sent, zero, is -1: unused."""
+    return topk_idx if _mesh.group_of(axis_name) is None else ~topk_idx
+
+
+# -- through a group ---------------------------------------------------------------------------------------------------
+
+exchange_p = Primitive("xen_moe_member_exchange")
+exchange_p.def_abstract_eval(lambda x, *, shape, **_: x.update(shape=shape, weak_type=False))
+
+
+def _exchange(group: Any, kind: str, axis_name: Names, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    del group  # the lowering finds it again: no program holds it
+    if x.size == 0:
+        return jnp.zeros(shape, x.dtype)
+    # Equal in every process, and another for each exchange of a program and for every shape.
+    words = f"{_mesh.lowering_site()} {_mesh.next_exchange()} {kind} {x.shape} {x.dtype.name}"
+    return exchange_p.bind(x, kind=kind, axis_name=axis_name, shape=shape, key=zlib.crc32(words.encode()))
+
+
+def _lower_exchange(ctx: Any, x: Any, *, kind: str, axis_name: Names, shape: Any, key: int) -> Any:
+    del shape
+    group = _mesh.group_of(axis_name)
+
+    def call(array: np.ndarray) -> tuple[np.ndarray]:
+        return (group.exchange(kind, key, np.asarray(array)),)
+
+    return _callback(ctx, call, x)
+
+
+def _callback(ctx: Any, call: Any, *operands: Any) -> Any:
+    results, _, _ = mlir.emit_python_callback(
+        ctx, call, None, list(operands), ctx.avals_in, ctx.avals_out, has_side_effect=True, returns_token=False
+    )
+    return results
+
+
+mlir.register_lowering(exchange_p, _lower_exchange)
+
+good_p = Primitive("xen_moe_member_check")
+good_p.def_abstract_eval(lambda after, active, **_: active.update(shape=(), dtype=jnp.dtype(bool), weak_type=False))
+
+
+def _lower_good(ctx: Any, after: Any, active: Any, *, axis_name: Names, operation: str) -> Any:
+    group = _mesh.group_of(axis_name)
+
+    def call(_: np.ndarray, active: np.ndarray) -> tuple[np.ndarray]:
+        return (np.asarray(group.good(operation, np.asarray(active))),)
+
+    return _callback(ctx, call, after, active)
+
+
+mlir.register_lowering(good_p, _lower_good)
+
+
+def poison_failed(results: Any, active: jax.Array | None, operation: str, axis_name: Names) -> tuple[jax.Array, ...]:
+    """Returns `results` of an operation in a group; poisoned where the group has failed, by this operation or before,
+    or where `active` names other ranks than the group's members.
+
+    Floating elements become NaN; counts (int32 `[R, L]` of a dispatch, its fourth result) 0, other integers -1.
+    """
+    results = tuple(results) if isinstance(results, tuple | list) else (results,)
+    after = jnp.stack([jnp.isnan(r.reshape(-1)[0]) if _floats(r) else r.reshape(-1)[0] == 0 for r in results if r.size])
+    group = _mesh.group_of(axis_name)
+    checked = jnp.zeros((group.num_ranks,), bool) if active is None else active
+    name = operation if active is not None else ""
+    good = good_p.bind(after, checked, axis_name=axis_name, operation=name)
+    return tuple(jnp.where(good, r, _poison(i, r, operation)) for i, r in enumerate(results))
+
+
+def _floats(x: jax.Array) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def _poison(place: int, x: jax.Array, operation: str) -> jax.Array:
+    counts = operation == "dispatch" and place == 3
+    return jnp.asarray(jnp.nan if _floats(x) else 0 if counts else -1, x.dtype)
+
+
+def in_group(axis_name: Sequence[str]) -> bool:
+    """Returns True if the axis is that of an `elastic.Group` of this process."""
+    return _mesh.group_of(tuple(axis_name)) is not None

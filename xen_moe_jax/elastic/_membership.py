@@ -1,0 +1,248 @@
+"""Who is a member of a group, and how the members agree on it.
+
+A *view* is a numbered set of members. Whoever finds that the set must change writes a *proposal* with the next number
+under the group's lock; every process that it names *arrives*, and goes on once all of them have arrived. If one dies
+meanwhile, or does not come in time, a further proposal leaves it out. Operations of different views never meet: each
+row is marked with its view. A process that a proposal leaves out finds that out before its next operation ends, and no
+member reads what it writes.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import os
+import select
+import time
+
+from xen_moe_jax.backends.cuda import liveness
+from xen_moe_jax.elastic._board import CHANGE, LEFT, PROPOSAL, URGENT, WAITING, Board
+
+PAUSE_S = 0.0005
+
+
+class Evicted(RuntimeError):
+    """The other members went on without this process, which did not come in time. It may end, or open a new group."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settled:
+    """A view that all of its members have agreed on. `joined`, `lost`: slots, since this process's view before. `step`:
+    the lowest that an old member was to run next. `share`: from the old member with the lowest slot."""
+
+    number: int
+    members: tuple[int, ...]
+    joined: tuple[int, ...]
+    lost: tuple[int, ...]
+    step: int
+    share: bytes
+
+
+class Membership:
+    """This process in slot `slot` of a group; before it is let in, its view is of itself alone, with number 0."""
+
+    def __init__(self, board: Board, slots: int, slot: int | None, timeout_s: float) -> None:
+        self._board, self._slots, self._timeout_s = board, slots, timeout_s
+        self._identity = liveness.identity()
+        self._held: dict[str, int | None] = {}  # by identity: a pidfd, or None for a process that has ended
+        self._polls: dict[int, select.poll] = {}
+        self.slot = self._claim(slot)
+        self.number, self.members, self._identities = 0, (self.slot,), {self.slot: self._identity}
+
+    def _claim(self, slot: int | None) -> int:
+        limit = time.monotonic() + self._timeout_s
+        while True:
+            with self._board.locked():
+                state = self._board.read()
+                if state["members"] and all(self._ended(i) for i in state["members"].values()):
+                    state["members"] = {}  # the whole group has ended: this one is the next
+                    self._board.words[WAITING] = self._board.words[CHANGE] = 0
+                claims = {s: c for s, c in state["claims"].items() if not self._ended(c["identity"])}
+                taken = {int(s) for s in (*claims, *state["members"])}
+                free = [s for s in range(self._slots) if s not in taken]
+                if slot in free or (slot is None and free):
+                    mine = free[0] if slot is None else slot
+                    claims[str(mine)] = {"identity": self._identity, "ready": False}
+                    state["claims"] = claims
+                    self._board.words[LEFT + mine] = 0
+                    self._board.write(state)
+                    return mine
+            if time.monotonic() > limit:
+                which = "every slot" if slot is None else f"slot {slot}"
+                raise RuntimeError(f"elastic.Group: {which} of {self._slots} belongs to a process that runs: end it first")
+            time.sleep(0.01)
+
+    # -- who has ended -------------------------------------------------------------------------------------------------
+
+    def _ended(self, identity: str) -> bool:
+        """Whether the process has ended; one that is stopped or busy has not."""
+        if identity == self._identity:
+            return False
+        if identity not in self._held:
+            try:
+                self._held[identity] = descriptor = liveness.hold(identity)
+            except ProcessLookupError:
+                self._held[identity] = descriptor = None
+            else:
+                if descriptor is None:
+                    raise RuntimeError(f"elastic.Group: process {identity} cannot be watched: one host, one PID namespace")
+            if descriptor is not None:
+                self._polls[descriptor] = select.poll()
+                self._polls[descriptor].register(descriptor, select.POLLIN)
+        descriptor = self._held[identity]
+        if descriptor is None:
+            return True
+        if self._polls[descriptor].poll(0):
+            del self._polls[descriptor]
+            os.close(descriptor)
+            self._held[identity] = None
+            return True
+        return False
+
+    def gone(self, slot: int) -> bool:
+        """Whether the member in this slot has ended, or has left."""
+        return bool(self._board.words[LEFT + slot]) or self._ended(self._identities[slot])
+
+    def interrupted(self) -> bool:
+        """Whether the other members have given up the step under way: it cannot end any more."""
+        return self._board.words[URGENT] > self.number
+
+    # -- coming in -----------------------------------------------------------------------------------------------------
+
+    def announce(self) -> None:
+        """Says that this process is ready to be let in."""
+        with self._board.locked():
+            state = self._board.read()
+            state["claims"][str(self.slot)]["ready"] = True
+            self._board.write(state)
+            self._board.words[WAITING] = 1
+
+    def enter(self, start_with: int, timeout_s: float) -> Settled:
+        """Waits to be let in. Where there are no members, the first `start_with` processes that are ready are."""
+        limit = time.monotonic() + timeout_s
+        while time.monotonic() < limit:
+            with self._board.locked():
+                state = self._board.read()
+                if state["members"].get(str(self.slot)) == self._identity:
+                    break
+                members = state["members"].values()
+                if not members or all(self._ended(i) for i in members):
+                    state["members"] = {}
+                    if len(self._ready(state)) >= start_with:
+                        self._propose(state, urgent=False)
+                        break
+            time.sleep(0.002)
+        else:
+            raise TimeoutError(
+                f"elastic.Group: slot {self.slot} was not let in within {timeout_s:.0f} s: the members call boundary() "
+                f"at every step, and a new group starts with {start_with} ready processes"
+            )
+        return self.settle(0, b"", old=False)
+
+    def _ready(self, state: dict) -> dict[str, str]:
+        claims = state["claims"].items()
+        return {s: c["identity"] for s, c in claims if c["ready"] and not self._ended(c["identity"])}
+
+    def due(self, step: int) -> bool:
+        """Whether the view changes at the beginning of `step`. Reads three words.
+
+        The member with the lowest number decides: at the beginning of step `s` it writes that the change is at `s + 1`.
+        No other member can begin `s + 1` before it has seen this, because no step ends without all members.
+        """
+        words = self._board.words
+        if words[PROPOSAL] != self.number:
+            return True
+        if not words[WAITING]:
+            return False
+        if words[CHANGE] == 0 and self.slot == self.members[0]:
+            words[CHANGE] = step + 1
+        return 0 < words[CHANGE] <= step
+
+    # -- agreeing ------------------------------------------------------------------------------------------------------
+
+    def propose(self, *, urgent: bool) -> None:
+        """Proposes the next view, of all members that live and all that are ready, unless another one has already."""
+        with self._board.locked():
+            state = self._board.read()
+            if state["proposal"] == self.number:
+                self._propose(state, urgent=urgent)
+
+    def _propose(self, state: dict, *, urgent: bool, without: tuple[int, ...] = ()) -> None:
+        left = {
+            s: i
+            for s, i in state["members"].items()
+            if int(s) not in without and not self._board.words[LEFT + int(s)] and not self._ended(i)
+        }
+        ready = {s: i for s, i in self._ready(state).items() if int(s) not in without and s not in left}
+        if urgent and left:
+            ready = {}  # who is left goes on first; the others come at the next boundary
+        state["proposal"] += 1
+        state["members"] = {**left, **ready}
+        state["claims"] = {
+            s: c for s, c in state["claims"].items() if s not in ready and not self._ended(c["identity"])
+        }
+        self._board.write(state)
+        words = self._board.words
+        words[CHANGE], words[WAITING] = 0, int(any(c["ready"] for c in state["claims"].values()))
+        if urgent:
+            words[URGENT] = state["proposal"]
+        words[PROPOSAL] = state["proposal"]
+
+    def settle(self, step: int, share: bytes, *, old: bool = True) -> Settled:
+        """Arrives at the newest proposal, and returns once all that it names have arrived."""
+        before = dict(self._identities) if old else {}
+        while True:
+            with self._board.locked():
+                state = self._board.read()
+            number, members = state["proposal"], {int(s): i for s, i in state["members"].items()}
+            if members.get(self.slot) != self._identity:
+                raise Evicted(
+                    f"elastic.Group: the members went on without slot {self.slot} in view {number}: it did not come "
+                    f"within {self._timeout_s:g} s"
+                )
+            self._identities = members
+            says = {"old": old, "step": step, "share": base64.b64encode(share).decode()}
+            self._board.put(f"arrived.{number}.{self.slot}", says)
+            arrived = self._await(number, sorted(members))
+            if arrived is not None:
+                break
+        olds = {s: a for s, a in arrived.items() if a["old"]}
+        self.number, self.members = number, tuple(sorted(members))
+        for path in self._board.folder.glob(f"arrived.*.{self.slot}"):
+            if int(path.name.split(".")[1]) < number - 1:  # others may still read the newest two
+                path.unlink(missing_ok=True)
+        lowest = olds[min(olds)] if olds else {"share": ""}
+        return Settled(
+            number,
+            self.members,
+            joined=tuple(s for s in self.members if before.get(s) != members[s]),
+            lost=tuple(s for s, identity in before.items() if members.get(s) != identity),
+            step=min((a["step"] for a in olds.values()), default=0),
+            share=base64.b64decode(lowest["share"]),
+        )
+
+    def _await(self, number: int, members: list[int]) -> dict[int, dict] | None:
+        """What each member said on arriving; None if there is a newer proposal by now."""
+        limit = time.monotonic() + self._timeout_s
+        arrived: dict[int, dict] = {}
+        while True:
+            for slot in members:
+                if slot not in arrived and (says := self._board.get(f"arrived.{number}.{slot}")) is not None:
+                    arrived[slot] = says
+            if self._board.words[PROPOSAL] != number:
+                return None
+            missing = [slot for slot in members if slot not in arrived]
+            if not missing:
+                return arrived
+            gone = tuple(s for s in missing if self.gone(s)) or (tuple(missing) if time.monotonic() > limit else ())
+            if gone:
+                with self._board.locked():
+                    state = self._board.read()
+                    if state["proposal"] == number:
+                        self._propose(state, urgent=True, without=gone)
+                return None
+            time.sleep(PAUSE_S)
+
+    def leave(self) -> None:
+        """Tells the members that this process takes part no more."""
+        self._board.words[LEFT + self.slot] = 1
