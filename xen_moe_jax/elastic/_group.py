@@ -16,6 +16,9 @@ from xen_moe_jax.elastic._board import MOST_SLOTS, Board
 from xen_moe_jax.elastic._membership import Membership, Settled
 from xen_moe_jax.elastic._rows import GaveUp, Rows
 
+ROOM_S = 600.0
+"""How long members with too few slots for all experts wait for another one."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Change:
@@ -157,7 +160,8 @@ class Group:
 
         Raises:
           elastic.Evicted: the others have gone on without this process.
-          ValueError: the ranks that are left have too few slots for all experts.
+          TimeoutError: the ranks that are left have too few slots for all experts, and no other came for ten minutes,
+            in which they stand still.
         """
         self._open("boundary")
         if not self._membership.due(step):
@@ -185,6 +189,10 @@ class Group:
         return self._adopt(self._membership.settle(_validate.integer(step, "step", "elastic.Group", minimum=0), share))
 
     def _adopt(self, settled: Settled) -> Change:
+        joined, lost = settled.joined, settled.lost
+        while self._base is not None and self._room() < self._base.num_experts:
+            settled = self._membership.settle_with_more(settled, ROOM_S)
+            joined, lost = (*joined, *settled.joined), (*lost, *settled.lost)
         self._rows.enter(settled.number, settled.members)
         self._failure = ""
         fetch: tuple[tuple[int, int], ...] = ()
@@ -197,7 +205,12 @@ class Group:
             mine = self.placement.experts[self.rank]
             fetch = tuple((int(s), int(mine[s])) for s in np.flatnonzero((mine != self._held) & (mine >= 0)))
             self._held = np.where(mine >= 0, mine, self._held)
-        return Change(settled.number, settled.step, settled.joined, settled.lost, fetch)
+        return Change(settled.number, settled.step, tuple(sorted({*joined})), tuple(sorted({*lost})), fetch)
+
+    def _room(self) -> int:
+        """Slots of the members that can hold an expert."""
+        assert self._base is not None
+        return int(self.active().sum()) * self._base.slots_per_rank
 
     def _placed(self, placement: Placement) -> Placement:
         """`placement`, with what a rank holds when it comes on members that have nothing in it."""

@@ -221,6 +221,21 @@ class Membership:
             share=base64.b64decode(lowest["share"]),
         )
 
+    def settle_with_more(self, settled: Settled, timeout_s: float) -> Settled:
+        """Waits until a process is ready, or another member goes, and returns the view after `settled`, in which
+        nothing has run. All members call it."""
+        limit = time.monotonic() + timeout_s
+        words = self._board.words
+        while words[PROPOSAL] == self.number and not words[WAITING] and not any(map(self.gone, self.members)):
+            if time.monotonic() > limit:
+                raise TimeoutError(
+                    f"elastic.Group: the slots of ranks {self.members} do not hold all experts, and no other process "
+                    f"was ready within {timeout_s:.0f} s: start one, or give ranks more slots (slots_per_rank)"
+                )
+            time.sleep(0.002)
+        self.propose(urgent=False)
+        return self.settle(settled.step, settled.share)
+
     def _await(self, number: int, members: list[int]) -> dict[int, dict] | None:
         """What each member said on arriving; None if there is a newer proposal by now."""
         limit = time.monotonic() + self._timeout_s
