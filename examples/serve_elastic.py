@@ -95,6 +95,8 @@ def decode_step(dense, cache, tokens, positions, used, moe):
     import jax
     import jax.numpy as jnp
 
+    jax.config.update("jax_default_matmul_precision", "highest")  # or a GPU's last bits depend on the kernel chosen
+
     def norm(x):
         return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 

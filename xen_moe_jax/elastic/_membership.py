@@ -16,7 +16,7 @@ import select
 import time
 
 from xen_moe_jax.backends.cuda import liveness
-from xen_moe_jax.elastic._board import CHANGE, LEFT, PROPOSAL, URGENT, WAITING, Board
+from xen_moe_jax.elastic._board import CHANGE, LEFT, PROPOSAL, URGENT, WAITING, Board, fence
 
 PAUSE_S = 0.0005
 
@@ -150,13 +150,12 @@ class Membership:
         No other member can begin `s + 1` before it has seen this, because no step ends without all members.
         """
         words = self._board.words
-        if words[PROPOSAL] != self.number:
+        waiting, change = words[WAITING], words[CHANGE]
+        if words[PROPOSAL] != self.number:  # read last: whoever sets CHANGE back has written its proposal before
             return True
-        if not words[WAITING]:
-            return False
-        if words[CHANGE] == 0 and self.slot == self.members[0]:
+        if waiting and change == 0 and self.slot == self.members[0]:
             words[CHANGE] = step + 1
-        return 0 < words[CHANGE] <= step
+        return 0 < change <= step
 
     # -- agreeing ------------------------------------------------------------------------------------------------------
 
@@ -183,10 +182,11 @@ class Membership:
         }
         self._board.write(state)
         words = self._board.words
-        words[CHANGE], words[WAITING] = 0, int(any(c["ready"] for c in state["claims"].values()))
         if urgent:
             words[URGENT] = state["proposal"]
         words[PROPOSAL] = state["proposal"]
+        fence()
+        words[CHANGE], words[WAITING] = 0, int(any(c["ready"] for c in state["claims"].values()))
 
     def settle(self, step: int, share: bytes, *, old: bool = True) -> Settled:
         """Arrives at the newest proposal, and returns once all that it names have arrived."""
