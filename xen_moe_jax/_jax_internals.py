@@ -15,7 +15,7 @@ from jax._src.ad_checkpoint import name_p
 from jax._src.interpreters import batching
 from jax._src.interpreters import mlir as jax_mlir
 from jax._src.lax import lax
-from jax.interpreters import ad
+from jax.interpreters import ad, mlir
 
 RAGGED_DOT = lax.ragged_dot_general_p
 """The primitive of `jax.lax.ragged_dot` and of its transposes."""
@@ -86,3 +86,32 @@ def interpret_effects() -> Any:
 # `checkpoint_name` has no transpose rule in JAX 0.11.2: a function with a named result could not go through
 # `jax.linear_transpose`. It is the identity; a rule of JAX's own would stay.
 ad.primitive_transposes.setdefault(name_p, lambda cotangent, x, *, name: [cotangent])
+
+
+class OrderedExchange(effects.Effect):
+    """Effect of an exchange between processes: XLA runs them in program order, the same in every process."""
+
+    def __str__(self) -> str:
+        return "OrderedExchange"
+
+
+for _allowed in (
+    effects.lowerable_effects,
+    effects.ordered_effects,
+    effects.control_flow_allowed_effects,
+    effects.custom_derivatives_allowed_effects,
+    effects.remat_allowed_effects,
+):
+    _allowed.add_type(OrderedExchange)
+
+ORDERED_EXCHANGE = OrderedExchange()
+
+
+def emit_ordered_callback(ctx: Any, call: Callable[..., Any], *operands: Any) -> Any:
+    """Lowers an operation with the effect `ORDERED_EXCHANGE` to a call of the host; returns the results' values."""
+    token = ctx.tokens_in.get(ORDERED_EXCHANGE)
+    results, token, _ = mlir.emit_python_callback(
+        ctx, call, token, list(operands), ctx.avals_in, ctx.avals_out, has_side_effect=True
+    )
+    ctx.set_tokens_out(ctx.tokens_in.update_tokens(jax_mlir.TokenSet({ORDERED_EXCHANGE: token})))
+    return results

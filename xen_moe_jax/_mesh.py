@@ -108,7 +108,7 @@ def platform() -> str:
 _lowering_mesh: contextvars.ContextVar[Any] = contextvars.ContextVar("mesh", default=None)
 _lowering_exported: contextvars.ContextVar[bool] = contextvars.ContextVar("exported", default=False)
 _lowering_site: contextvars.ContextVar[int] = contextvars.ContextVar("site", default=0)
-_exchanges: contextvars.ContextVar[list[int]] = contextvars.ContextVar("exchanges", default=[0])
+_exchanges: contextvars.ContextVar[list[int]] = contextvars.ContextVar("exchanges")
 
 
 @contextlib.contextmanager

@@ -77,7 +77,7 @@ def _primitive(operation: str, shapes: Callable[..., Sequence[ShapeDtype]]) -> P
 
     def abstract_eval(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
         _lower_per_device_order()
-        return _results(avals[0], shapes(*avals, **params)), _effects(params["config"])
+        return _results(avals[0], shapes(*avals, **params)), _effects(params)
 
     def outside(*_: Any, **params: Any) -> Any:
         raise ValueError(f"xen_moe_{operation} was called with concrete arrays outside jax.shard_map")
@@ -108,9 +108,17 @@ def _lower_per_device_order() -> None:
         _jax_internals.lower_per_device_order(_declared)
 
 
-def _effects(config: Any) -> Any:
-    """Returns no effects, except in interpret mode: its callbacks must run in program order, also through remat."""
-    return _jax_internals.interpret_effects() if config.backend == "pallas" and config.interpret else set()
+def _effects(params: dict[str, Any]) -> Any:
+    """Returns no effects, except in interpret mode and in groups: their callbacks must run in program order, also
+    through remat."""
+    config = params["config"]
+    if config.backend == "pallas" and config.interpret:
+        return _jax_internals.interpret_effects()
+    return _ranks.effects(_axis_of(params))
+
+
+def _axis_of(params: dict[str, Any]) -> tuple[str, ...]:
+    return params["spec"].axis_name if "spec" in params else params["axis_name"]
 
 
 def _lowering(
@@ -122,7 +130,7 @@ def _lowering(
 ) -> Callable:
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         _tested_jax.warn_of_newer()
-        axis_name = params["spec"].axis_name if "spec" in params else params["axis_name"]
+        axis_name = _axis_of(params)
         backend = backends.for_lowering(platform, params["config"], axis_name)
         function = backend.operation(operation)
         if function is None:

@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from xen_moe_jax import _mesh
+from xen_moe_jax import _jax_internals, _mesh
 
 type Names = tuple[str, ...]
 
@@ -62,7 +62,9 @@ def absent_is_unused(topk_idx: jax.Array, axis_name: Names) -> jax.Array:
 # -- through a group ---------------------------------------------------------------------------------------------------
 
 exchange_p = Primitive("xen_moe_member_exchange")
-exchange_p.def_abstract_eval(lambda x, *, shape, **_: x.update(shape=shape, weak_type=False))
+exchange_p.def_effectful_abstract_eval(
+    lambda x, *, shape, **_: (x.update(shape=shape, weak_type=False), {_jax_internals.ORDERED_EXCHANGE})
+)
 
 
 def _exchange(group: Any, kind: str, axis_name: Names, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -81,20 +83,18 @@ def _lower_exchange(ctx: Any, x: Any, *, kind: str, axis_name: Names, shape: Any
     def call(array: np.ndarray) -> tuple[np.ndarray]:
         return (group.exchange(kind, key, np.asarray(array)),)
 
-    return _callback(ctx, call, x)
-
-
-def _callback(ctx: Any, call: Any, *operands: Any) -> Any:
-    results, _, _ = mlir.emit_python_callback(
-        ctx, call, None, list(operands), ctx.avals_in, ctx.avals_out, has_side_effect=True, returns_token=False
-    )
-    return results
+    return _jax_internals.emit_ordered_callback(ctx, call, x)
 
 
 mlir.register_lowering(exchange_p, _lower_exchange)
 
 good_p = Primitive("xen_moe_member_check")
-good_p.def_abstract_eval(lambda after, active, **_: active.update(shape=(), dtype=jnp.dtype(bool), weak_type=False))
+good_p.def_effectful_abstract_eval(
+    lambda after, active, **_: (
+        active.update(shape=(), dtype=jnp.dtype(bool), weak_type=False),
+        {_jax_internals.ORDERED_EXCHANGE},
+    )
+)
 
 
 def _lower_good(ctx: Any, after: Any, active: Any, *, axis_name: Names, operation: str) -> Any:
@@ -103,7 +103,7 @@ def _lower_good(ctx: Any, after: Any, active: Any, *, axis_name: Names, operatio
     def call(_: np.ndarray, active: np.ndarray) -> tuple[np.ndarray]:
         return (np.asarray(group.good(operation, np.asarray(active))),)
 
-    return _callback(ctx, call, after, active)
+    return _jax_internals.emit_ordered_callback(ctx, call, after, active)
 
 
 mlir.register_lowering(good_p, _lower_good)
@@ -131,6 +131,11 @@ def _floats(x: jax.Array) -> bool:
 def _poison(place: int, x: jax.Array, operation: str) -> jax.Array:
     counts = operation == "dispatch" and place == 3
     return jnp.asarray(jnp.nan if _floats(x) else 0 if counts else -1, x.dtype)
+
+
+def effects(axis_name: Sequence[str]) -> Any:
+    """Effects of an operation over this axis: the processes of a group must exchange in the same order."""
+    return {_jax_internals.ORDERED_EXCHANGE} if in_group(axis_name) else set()
 
 
 def in_group(axis_name: Sequence[str]) -> bool:

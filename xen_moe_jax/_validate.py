@@ -214,7 +214,9 @@ def balance(
 ) -> int | None:
     """Returns the slots of a rank with balance="exact"; None without."""
     if value is not None and _mesh.group_of(axis_name) is not None:
-        raise ValueError(f"{caller}: balance={value!r} in an elastic.Group, where ranks may be absent: plan a placement")
+        raise ValueError(
+            f"{caller}: balance={value!r} in an elastic.Group, where ranks may be absent: plan a placement"
+        )
     if value is None:
         if slots_per_rank is not None:
             raise ValueError(f"{caller}: slots_per_rank={slots_per_rank!r} without balance='exact': leave it None")

@@ -169,7 +169,8 @@ def main() -> None:
     figures = run(given.ranks, given.kills, given.seed)
     for name in ("pause_s", "let_in_s"):
         values = np.asarray(figures.pop(name))
-        figures[name] = {"median": float(np.median(values)), "99 %": float(np.quantile(values, 0.99)), "most": float(values.max())}
+        shares = {"median": 0.5, "99 %": 0.99, "most": 1.0}
+        figures[name] = {which: round(float(np.quantile(values, share)), 4) for which, share in shares.items()}
     print(figures)
 
 

@@ -65,6 +65,13 @@ def _two_processes_say_what_one_says(result):
     assert result["tokens"] == result["expected"] and len(set(result["tokens"])) > 4
 
 
+@checks("serve_elastic")
+def _a_kill_and_a_newcomer_change_no_token(result):
+    assert result["tokens"] == result["expected"] and len(result["tokens"]) > 8
+    assert len({token for tokens in result["tokens"] for token in tokens}) > 16
+    assert result["pause_s"] < 2 and result["let_in_s"] < 10 and result["stopped_s"] < 2
+
+
 @checks("push_weights")
 def _every_generation_is_whole(result):
     assert result["lost"] == ["trainer-0"]

@@ -253,7 +253,9 @@ class Group:
         if self._membership.interrupted():
             raise GaveUp(f"the other members of view {self.view} have given up this step")
         if waited_s > self._timeout_s:
-            raise GaveUp(f"rank {member} did not start an operation, and rank {self.rank} gave up after {waited_s:.1f} s")
+            raise GaveUp(
+                f"rank {member} did not start an operation, and rank {self.rank} gave up after {waited_s:.1f} s"
+            )
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -47,7 +47,8 @@ class Membership:
         self._held: dict[str, int | None] = {}  # by identity: a pidfd, or None for a process that has ended
         self._polls: dict[int, select.poll] = {}
         self.slot = self._claim(slot)
-        self.number, self.members, self._identities = 0, (self.slot,), {self.slot: self._identity}
+        self.number, self._identities = 0, {self.slot: self._identity}
+        self.members: tuple[int, ...] = (self.slot,)
 
     def _claim(self, slot: int | None) -> int:
         limit = time.monotonic() + self._timeout_s
@@ -69,7 +70,9 @@ class Membership:
                     return mine
             if time.monotonic() > limit:
                 which = "every slot" if slot is None else f"slot {slot}"
-                raise RuntimeError(f"elastic.Group: {which} of {self._slots} belongs to a process that runs: end it first")
+                raise RuntimeError(
+                    f"elastic.Group: {which} of {self._slots} belongs to a process that runs: end it first"
+                )
             time.sleep(0.01)
 
     # -- who has ended -------------------------------------------------------------------------------------------------
@@ -85,7 +88,9 @@ class Membership:
                 self._held[identity] = descriptor = None
             else:
                 if descriptor is None:
-                    raise RuntimeError(f"elastic.Group: process {identity} cannot be watched: one host, one PID namespace")
+                    raise RuntimeError(
+                        f"elastic.Group: process {identity} cannot be watched: one host, one PID namespace"
+                    )
             if descriptor is not None:
                 self._polls[descriptor] = select.poll()
                 self._polls[descriptor].register(descriptor, select.POLLIN)

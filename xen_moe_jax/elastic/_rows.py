@@ -49,7 +49,8 @@ class Rows:
         self._folder, self._slot, self._num_slots, self._check = folder, slot, num_slots, check
         self._regions: dict[tuple[int, int], _Region] = {}
         self._numbers: dict[int, int] = {}
-        self._view, self._members = 0, (slot,)
+        self._view = 0
+        self._members: tuple[int, ...] = (slot,)
         folder.mkdir(exist_ok=True)
 
     def enter(self, view: int, members: Sequence[int]) -> None:

@@ -1,0 +1,145 @@
+"""The server of `examples/serve_elastic.py` under fire: ranks that decode are killed at random moments and started
+again, and every token is compared with what one process without ranks says.
+
+    JAX_PLATFORMS=cpu python -m tests.elastic.serve_chaos --kills 60 --seed 1
+
+A rank that is started compiles its programs, which takes seconds of a core: hundreds of kills take hours here, and a
+minute in `tests/elastic/chaos.py`, whose members have no programs.
+"""
+
+import argparse
+import importlib.util
+import os
+import pathlib
+import random
+import shutil
+import sys
+import tempfile
+import time
+
+from tests.support import ROOT, quick_compiler
+
+
+def example():
+    """The module of the example."""
+    spec = importlib.util.spec_from_file_location("serve_elastic", ROOT / "examples" / "serve_elastic.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(ranks: int, kills: int, seed: int, least: int = 2, seconds: float = 1e9) -> dict:
+    """Serves until `kills` ranks have been killed, or `seconds` have gone by.
+
+    Returns:
+      kills, joins, requests, tokens; wrong: requests with another token than expected; pauses, let_in, stopped: lists
+      of seconds from a kill to the next token, from a newcomer's being ready to its first step, and of the others' stop
+      for it.
+
+    Raises:
+      RuntimeError: a rank ended by itself, or no token came for 60 s.
+    """
+    serve = example()
+    rng = random.Random(seed)
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="xen_moe_serve_", dir="/dev/shm"))
+    killed: list[float] = []
+    try:
+        serve.make_checkpoint(folder)
+        with serve.Front(folder, ranks) as front:
+            for slot in range(ranks):
+                front.start(slot, start_with=ranks)
+            began = last = time.monotonic()
+            next_kill, dead, seen = 0.0, set(), 0
+            while len(killed) < kills and time.monotonic() - began < seconds or not front.done():
+                now = time.monotonic()
+                if len(killed) < kills and now - began < seconds:
+                    while len(front.waiting) < 2:
+                        number = len(front.tokens)
+                        front.submit([rng.randrange(serve.VOCAB) for _ in range(1 + number % 5)], 8 + number % 40)
+                front.pump(0.01)
+                for slot, process in front.processes.items():
+                    if process.poll() is not None and slot not in dead:
+                        raise RuntimeError(f"rank {slot} has ended by itself with {process.returncode}")
+                tokens = sum(what for _, kind, what in front.log[seen:] if kind == "tokens")
+                seen = len(front.log)
+                last = now if tokens or not front.where else last
+                if now - last > 60:
+                    raise RuntimeError(f"no token for 60 s; members {front.members}")
+                spare = len(front.members) - least
+                if spare > 0 and now > next_kill and len(killed) < kills:
+                    victims = rng.sample(sorted(front.members), min(spare, 1 + (rng.random() < 0.2)))
+                    starting = sorted({*front.processes} - front.members - dead)
+                    if starting and rng.random() < 0.2:
+                        victims.append(rng.choice(starting))
+                    for slot in victims:
+                        front.kill(slot)
+                        front.processes[slot].wait()
+                        front.members.discard(slot)
+                        dead.add(slot)
+                        killed.append(now)
+                    next_kill = now + rng.random()
+                for slot in sorted(dead):
+                    if slot not in front.links:
+                        dead.discard(slot)
+                        front.start(slot)
+            result = _figures(serve, front, killed)
+        return result
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _figures(serve, front, killed: list[float]) -> dict:
+    wrong = [
+        number
+        for number, tokens in front.tokens.items()
+        if tokens != serve.expected_tokens(front.folder, front.prompts[number], front.totals[number])
+    ]
+    log = front.log
+    members, pauses, let_in, stopped = set(), [], [], []
+    ready = {}
+    for place, (when, kind, what) in enumerate(log):
+        if kind == "kill" and what in members:
+            members.discard(what)
+            change = next((i for i, (_, k, w) in enumerate(log[place:], place) if k == "change" and what in w[3]), None)
+            after = [t for t, k, w in log[change:] if k == "tokens" and w] if change is not None else []
+            pauses += [after[0] - when] if after else []
+        elif kind == "ready":
+            ready[what[0]] = when
+        elif kind == "change":
+            slot, _, joined, lost, _, seconds = what
+            if slot in ready:
+                let_in.append(when - ready.pop(slot))
+            elif joined and not lost:
+                stopped.append(seconds)
+            members.add(slot)
+    return {
+        "kills": len(killed),
+        "joins": sum(kind == "start" for _, kind, _ in log) - front.ranks,
+        "requests": len(front.tokens),
+        "tokens": sum(what for _, kind, what in log if kind == "tokens"),
+        "wrong": wrong,
+        "pause_s": pauses,
+        "let_in_s": let_in,
+        "stopped_s": stopped,
+        "seconds": log[-1][0] - log[0][0],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    os.environ["XLA_FLAGS"] = f"{quick_compiler.FLAGS} --xla_backend_optimization_level=0"
+    figures = run(given.ranks, given.kills, given.seed, seconds=given.seconds)
+    for name in ("pause_s", "let_in_s", "stopped_s"):
+        values = sorted(figures[name]) or [float("nan")]
+        figures[name] = {"median": values[len(values) // 2], "most": values[-1], "number": len(figures[name])}
+    print(figures)
+
+
+if __name__ == "__main__":
+    main()

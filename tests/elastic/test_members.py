@@ -1,0 +1,113 @@
+"""Members come and go: killed at any moment, let in between two steps, stopped for too long."""
+
+import multiprocessing
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from tests.elastic import chaos
+from xen_moe_jax import elastic
+
+FORK = multiprocessing.get_context("fork")
+
+
+def within_the_limits(figures):
+    """The limits of the contract, on whatever else the machine does."""
+    assert max(figures["pause_s"]) < 2 and max(figures["let_in_s"]) < 10 and figures["stopped_s"] < 2, figures
+
+
+@pytest.mark.parametrize(("ranks", "kills"), [(4, 12)])
+def test_kills_and_joins(ranks, kills):
+    figures = chaos.run(ranks, kills, seed=ranks + kills)
+    assert figures["kills"] >= kills and figures["joins"] >= kills // 2 and figures["steps"] > kills
+    within_the_limits(figures)
+
+
+def test_many_kills():
+    figures = chaos.run(5, 120, seed=35)
+    assert figures["kills"] >= 120 and figures["joins"] >= 60
+    within_the_limits(figures)
+
+
+def count_steps(folder, slot, start_with, words, timeout_s):
+    """A rank that counts its steps in `words[2 * slot]`, and writes why it ended into the next."""
+    group = elastic.Group(folder, 3, slot=slot, timeout_s=timeout_s)
+    step = group.join(start_with=start_with, timeout_s=60).step
+    try:
+        while True:
+            if (change := group.boundary(step)) is not None:
+                step = change.step
+            group.exchange("gather", 7, np.full(3, step))
+            if group.failure():
+                step = group.recover(step).step
+                continue
+            step += 1
+            words[2 * slot] = step
+    except elastic.Evicted:
+        words[2 * slot + 1] = 1
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """`start(slot, start_with, timeout_s)` and the words of all ranks; ends what it has started."""
+    words = FORK.Array("q", 6, lock=False)
+    started = {}
+
+    def start(slot, start_with, timeout_s=60.0):
+        process = FORK.Process(target=count_steps, args=(tmp_path / "group", slot, start_with, words, timeout_s))
+        process.start()
+        started[slot] = process
+        return process
+
+    yield start, words
+    for process in started.values():
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+        process.join()
+
+
+def until(what, seconds=60):
+    limit = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+
+
+def test_growing_by_a_rank_that_was_never_there(ranks):
+    start, words = ranks
+    for slot in (0, 2):
+        start(slot, 2)
+    until(lambda: words[0] > 3 and words[4] > 3)
+    start(1, 1)
+    until(lambda: words[2] > words[0] - 3 > 3)  # it goes on from the members' step
+
+
+def test_one_that_is_stopped_for_too_long_is_left_out_and_spoils_nothing(ranks):
+    start, words = ranks
+    slow = [start(slot, 3, timeout_s=0.5) for slot in range(3)][1]
+    until(lambda: min(words[0], words[2], words[4]) > 3)
+    os.kill(slow.pid, signal.SIGSTOP)
+    before = words[0]
+    until(lambda: words[0] > before + 10 and words[4] > before + 10)
+    os.kill(slow.pid, signal.SIGCONT)
+    slow.join(30)
+    assert slow.exitcode == 0 and words[3] == 1
+    again = start(1, 1)
+    until(lambda: words[2] > before + 10)
+    assert again.is_alive()
+
+
+def test_all_die_and_the_next_ones_begin_anew(ranks):
+    start, words = ranks
+    first = [start(slot, 3) for slot in range(3)]
+    until(lambda: min(words[0], words[2], words[4]) > 3)
+    for process in first:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    words[0] = words[2] = words[4] = 0
+    for slot in range(3):
+        start(slot, 3)
+    until(lambda: min(words[0], words[2], words[4]) > 3)

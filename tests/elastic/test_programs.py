@@ -1,0 +1,123 @@
+"""Programs over the axis of a group give the bits that they give inside `jax.shard_map`, and fail as they should."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import xen_moe_jax as xm
+from tests.elastic import rank_program
+from tests.support import ROOT, quick_compiler
+
+RANKS, ABSENT = 3, 1
+
+
+def inside_shard_map(number):
+    """Results of all ranks by name, on a mesh of virtual devices."""
+    active = np.arange(RANKS) != ABSENT
+    placement = rank_program.placement_of(RANKS).without(active)
+
+    def one(x, idx, weights):
+        results = rank_program.program(number, "ep", x[0], idx[0], weights[0], jnp.asarray(active), placement)
+        return jax.tree.map(lambda a: a[None], results)
+
+    mesh = Mesh(jax.devices()[:RANKS], ("ep",))
+    run = jax.shard_map(one, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    return jax.tree.map(np.asarray, jax.jit(run)(*rank_program.operands(RANKS)))
+
+
+def test_the_bits_of_a_mesh(tmp_path):
+    members = [rank for rank in range(RANKS) if rank != ABSENT]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": quick_compiler.flags(1)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.elastic.rank_program", tmp_path / "group", str(RANKS), str(rank)]
+            + [str(len(members)), tmp_path / f"{rank}.npz"],
+            env=environment, cwd=ROOT,
+        )
+        for rank in members
+    ]  # fmt: skip
+    try:
+        expected = [inside_shard_map(number) for number in range(len(rank_program.PROGRAMS))]
+        assert [process.wait(240) for process in processes] == [0] * len(members)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for rank in members:
+        found = np.load(tmp_path / f"{rank}.npz")
+        for number, results in enumerate(expected):
+            assert results["positions"][rank].max() >= 0 and np.abs(results["out"][rank]).max() > 0
+            for name, value in results.items():
+                np.testing.assert_array_equal(found[f"{name} {number}"], value[rank], err_msg=f"{name} {number}")
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory):
+    with xm.elastic.Group(tmp_path_factory.mktemp("alone") / "group", 3, slot=2, axis_name="alone") as group:
+        yield group
+
+
+def layer(x, idx, active):
+    routed = xm.dispatch(x, idx, num_experts=6, axis_name="alone", active=active)
+    return xm.combine(routed.x, routed.handle), routed
+
+
+def test_a_rank_alone_and_a_mask_that_is_old(group):
+    x = jnp.ones((4, 8))
+    idx = jnp.asarray([[0], [4], [5], [-1]], jnp.int32)  # rank 2 has experts 4 and 5
+    run = jax.jit(layer)
+    out, routed = run(x, idx, group.active())
+    xm.check()
+    np.testing.assert_array_equal(out, np.asarray([0, 1, 1, 0])[:, None] * np.ones((4, 8)))
+    assert routed.num_dropped == 1  # the row of expert 0, whose rank is absent
+    out, routed = run(x, idx, np.ones(3, bool))
+    assert np.isnan(out).all() and np.isnan(routed.x).all()
+    assert (routed.handle.recv_counts == 0).all() and (routed.handle.positions == -1).all()
+    with pytest.raises(xm.OperationFailed, match=r"active=\[1, 1, 1\] and the members of view 0 are \(2,\)"):
+        xm.check()
+    assert np.isnan(run(x, idx, group.active())[0]).all(), "a failure stays until recover"
+    group.join()
+    xm.check()
+    np.testing.assert_array_equal(run(x, idx, group.active())[0][1], np.ones(8))
+    assert run._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "active=None over the axis"),
+        ({"active": np.ones(3, bool), "balance": "exact"}, "in an elastic.Group"),
+        ({"active": np.ones(3, bool), "config": xm.KernelConfig(backend="pallas")}, "through the host"),
+        ({"active": np.ones(3, bool), "axis_name": "nowhere"}, "open an elastic.Group of that name"),
+    ],
+)
+def test_calls_that_a_group_refuses(group, options, text):
+    def call(x, idx):
+        return xm.dispatch(x, idx, num_experts=6, **{"axis_name": "alone", **options}).x
+
+    with pytest.raises(ValueError, match=text):
+        jax.jit(call)(jnp.ones((4, 8)), jnp.zeros((4, 1), jnp.int32))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"slots": 0}, "slots=0"),
+        ({"slots": 1000}, "at most 256"),
+        ({"slots": 4}, "slots=4: the group in .* has 3"),
+        ({"slots": 3, "slot": 3}, "must be below"),
+        ({"slots": 3, "timeout_s": 0}, "positive seconds"),
+        ({"slots": 3, "axis_name": "alone", "slot": 1}, "another group of that name"),
+        ({"slots": 3, "placement": xm.balance.home(6, 2)}, "2 ranks"),
+    ],
+)
+def test_groups_that_cannot_be(group, arguments, text):
+    with pytest.raises(ValueError, match=text):
+        xm.elastic.Group(group._board.folder, **arguments)
