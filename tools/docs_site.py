@@ -25,7 +25,7 @@ import notebook  # noqa: E402
 
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "benchmarks/README.md")
 """Files of the repository that the site holds even if no page of docs/ links to them."""
-MODULES = ("", ".routing", ".balance", ".flax", ".autotune", ".cuda", ".transfer")
+MODULES = ("", ".routing", ".balance", ".flax", ".autotune", ".cuda", ".transfer", ".elastic")
 """Public modules that have an API page; "" is the package itself."""
 GROUPS = {
     "xen_moe_jax.flax.MoEConfig": (

@@ -199,7 +199,7 @@ def test_api_page_describes_every_public_name():
     assert not missing, f"docs/user/api.md does not describe {missing}"
 
 
-@pytest.mark.parametrize("module", ["", ".routing", ".balance", ".flax", ".autotune", ".cuda", ".transfer"])
+@pytest.mark.parametrize("module", ["", ".routing", ".balance", ".flax", ".autotune", ".cuda", ".transfer", ".elastic"])
 def test_every_public_name_has_a_docstring_for_its_page_of_the_site(module, monkeypatch):
     """The site silently leaves out a name without one."""
     pytest.importorskip("mkdocs", reason="needs mkdocs, as make setup installs it")
