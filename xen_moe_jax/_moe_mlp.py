@@ -18,6 +18,7 @@ from xen_moe_jax._quantized_weight import QuantizedWeight, check_format, without
 from xen_moe_jax._replicated import combine_replicated, dispatch_replicated
 from xen_moe_jax._types import BlockScaled, MoEMLPInfo, Routed
 from xen_moe_jax.experts import float8
+from xen_moe_jax.experts.arrived import Way, dispatch_quantized
 from xen_moe_jax.experts.combined import Return, experts_and_combine, run_experts
 from xen_moe_jax.experts.function import ACTIVATIONS, APPLY_WEIGHTS_TO, GROUPED_MATMULS, ExpertFunction
 
@@ -81,7 +82,8 @@ def moe_mlp(
         "activation", in front of `down`, rounded with it; "input", the token that goes into the expert, rounded once.
       experts: in place of the MLP: `experts(rows, group_sizes, weights) -> rows` with a dict of the weights (and of
         "gate_bias", ...), as `MoEConfig.experts`. Shapes of the weights are then its own matter. "float8_e4m3fn": the
-        MLP with rows, weights and cotangents quantized in front of each matmul, as `MoEConfig.expert_dtype`.
+        MLP with rows, weights and cotangents quantized in front of each matmul, as `MoEConfig.expert_dtype`; rows that
+        travelled in fp8 are multiplied as they arrived.
       grouped_matmul: "auto" (the fastest one), "ragged_dot" (the only one with forward mode and second derivatives),
         "tokamax", "hopper", or a function `(rows [C, A], weights [L, A, B], group_sizes [L]) -> [C, B]`.
       layout: "grouped", or "padded" (batched matmuls over `[L, R*T, H]`).
@@ -144,7 +146,13 @@ def moe_mlp(
             "active": active,
         }
         sending |= {"placement": placement, "balance": balance, "slots_per_rank": slots_per_rank}
-        routed = dispatch(x, topk_idx, topk_weights, **routing, **sending, config=config)
+        arriving = float8.wire_of_rows(function, wire)
+        if arriving is None:
+            routed = dispatch(x, topk_idx, topk_weights, **routing, **sending, config=config)
+        else:
+            del sending["wire"], sending["gradient_wire"]
+            way = Way(arriving, gradient_wire, config)
+            routed = dispatch_quantized(jnp.asarray(x), topk_idx, topk_weights, way, **routing, **sending)
         if balance is not None:
             found = routed.handle.placement
             weights = found.move(weights, None, found, axis_name=axis_name, config=config)

@@ -1,5 +1,7 @@
 """Experts in fp8, in plain JAX: the rule of every rounding against NumPy, bits where sums are exact, errors."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ import xen_moe_jax as xm
 from tests.support import oracle
 from tests.support.checks import assert_bits
 from xen_moe_jax.experts import float8
+from xen_moe_jax.experts.arrived import ArrivedRows
 from xen_moe_jax.experts.float8 import grouped_matmul
 
 SIZES = np.array([200, 0, 57, 3], np.int32)
@@ -117,40 +120,86 @@ def test_weights_as_they_are():
         grouped_matmul(rows, xm.QuantizedWeight(values.astype(jnp.int8), scales, (128, 128)), jnp.asarray(SIZES))
 
 
-def test_moe_mlp():
-    """The MLP of `dispatch`, these matmuls and `combine`, to the bit, and near the one in float32."""
-    ranks, tokens, experts, hidden, width = 2, 24, 4, 128, 256
+RANKS, TOKENS, EXPERTS, HIDDEN, WIDTH = 2, 24, 4, 128, 256
+AT = {"num_experts": EXPERTS, "axis_name": "ep"}
+
+
+def layer(body, dtype=jnp.float32):
+    """Value and gradients of `body(x, idx, weights, matrices)` on two ranks."""
     rng = np.random.default_rng(3)
-    x = jnp.asarray(rng.standard_normal((ranks * tokens, hidden)), jnp.float32)
-    idx = jnp.asarray(np.argsort(rng.random((ranks * tokens, experts)), axis=1)[:, :2], jnp.int32)
-    weights = jnp.asarray(rng.random((ranks * tokens, 2)), jnp.float32)
-    shapes = ((hidden, width), (hidden, width), (width, hidden))
-    matrices = [jnp.asarray(rng.standard_normal((experts, *s)) / 12, jnp.float32) for s in shapes]
-    mesh = jax.make_mesh((ranks,), ("ep",), devices=jax.devices()[:ranks], axis_types=(jax.sharding.AxisType.Auto,))
-    at = {"num_experts": experts, "axis_name": "ep"}
+    x = jnp.asarray(rng.standard_normal((RANKS * TOKENS, HIDDEN)), dtype)
+    idx = jnp.asarray(np.argsort(rng.random((RANKS * TOKENS, EXPERTS)), axis=1)[:, :2], jnp.int32)
+    weights = jnp.asarray(rng.random((RANKS * TOKENS, 2)), jnp.float32)
+    shapes = ((HIDDEN, WIDTH), (HIDDEN, WIDTH), (WIDTH, HIDDEN))
+    matrices = [jnp.asarray(rng.standard_normal((EXPERTS, *s)) / 12, dtype) for s in shapes]
+    mesh = jax.make_mesh((RANKS,), ("ep",), devices=jax.devices()[:RANKS], axis_types=(jax.sharding.AxisType.Auto,))
 
-    def run(body):
-        def loss(x, weights, matrices):
-            y = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))(x, idx, weights, matrices)
-            return jnp.sum(jnp.sin(y)), y
+    def loss(x, weights, matrices):
+        y = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))(x, idx, weights, matrices)
+        return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
 
-        (_, y), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(x, weights, matrices)
-        return jax.tree.leaves((y, gradients))
+    (_, y), gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(x, weights, matrices)
+    return jax.tree.leaves((y, gradients))
+
+
+def cosine(one, other):
+    one, other = (np.asarray(a, np.float64).ravel() for a in (one, other))
+    return one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+
+
+def ours(x, idx, weights, m, **options):
+    return xm.moe_mlp(x, idx, weights, *m, experts="float8_e4m3fn", **AT, **options)
+
+
+@pytest.mark.parametrize("wire", ["float8_e4m3fn", "float8_e4m3fn:ue8m0"])
+def test_rows_are_multiplied_as_they_arrive(wire):
+    """Values and scales of the wire go into the product, and the gradients home on the wire for gradients."""
+    scale_format = wire.partition(":")[2] or "float32"
 
     def composed(x, idx, weights, matrices):
-        routed = xm.dispatch(x, idx, weights, **at)
+        scaled = xm.quantize(jax.lax.stop_gradient(x), scale_format=scale_format)
+        routed = xm.dispatch(scaled, idx, weights, **AT)
+        assert isinstance(routed.x, xm.BlockScaled)
+        rows = ArrivedRows(jnp.full_like(routed.x.values, jnp.nan, x.dtype), routed.x)
+        gate, up = (grouped_matmul(rows, w, routed.group_sizes) for w in matrices[:2])
+        y = grouped_matmul(jax.nn.silu(gate) * up, matrices[2], routed.group_sizes)
+        return xm.combine(y, routed.handle, gradient_wire="float8_e4m3fn")
+
+    def again(x, idx, weights, matrices):
+        """Rows are dequantized and quantized again, as one may do outside of `moe_mlp`."""
+        routed = xm.dispatch(x, idx, weights, wire=wire, gradient_wire="float8_e4m3fn", **AT)
+        gate, up = (grouped_matmul(routed.x, w, routed.group_sizes) for w in matrices[:2])
+        y = grouped_matmul(jax.nn.silu(gate) * up, matrices[2], routed.group_sizes)
+        return xm.combine(y, routed.handle, gradient_wire="float8_e4m3fn")
+
+    got = layer(functools.partial(ours, wire=wire, gradient_wire="float8_e4m3fn"))
+    one, _, *gradients = layer(composed)
+    assert_bits(got[0], one, "value")
+    for name, mine, other in zip(("weights", "gate", "up", "down"), got[2:], gradients, strict=True):
+        assert_bits(mine, other, name)
+    if scale_format == "ue8m0":  # to quantize again is to round by another scale
+        others = layer(again)
+        assert not np.array_equal(got[0], others[0])
+        for name, mine, other in zip(("value", "x", "weights", "gate", "up", "down"), got, others, strict=True):
+            assert cosine(mine, other) > 0.998, f"{name}: {cosine(mine, other)}"
+
+
+def test_moe_mlp():
+    """The MLP of `dispatch`, these matmuls and `combine`, to the bit, and near the one in float32."""
+
+    def composed(x, idx, weights, matrices):
+        routed = xm.dispatch(x, idx, weights, **AT)
         gate, up = (grouped_matmul(routed.x, w, routed.group_sizes) for w in matrices[:2])
         return xm.combine(grouped_matmul(jax.nn.silu(gate) * up, matrices[2], routed.group_sizes), routed.handle)
 
-    ours = run(lambda x, idx, weights, m: xm.moe_mlp(x, idx, weights, *m, experts="float8_e4m3fn", **at))
-    for one, other in zip(ours, run(composed), strict=True):
+    got = layer(ours)
+    for one, other in zip(got, layer(composed), strict=True):
         assert_bits(one, other, "moe_mlp")
-    for one, exact in zip(ours, run(lambda x, idx, weights, m: xm.moe_mlp(x, idx, weights, *m, **at)), strict=True):
-        one, exact = (np.asarray(a, np.float64).ravel() for a in (one, exact))
-        assert 0.99 < one @ exact / np.linalg.norm(one) / np.linalg.norm(exact) < 1 - 1e-7
+    for one, exact in zip(got, layer(lambda x, idx, weights, m: xm.moe_mlp(x, idx, weights, *m, **AT)), strict=True):
+        assert 0.99 < cosine(one, exact) < 1 - 1e-7
 
     def failing(**arguments):
-        run(lambda x, idx, weights, m: xm.moe_mlp(x, idx, weights, *m, **at, **arguments))
+        layer(lambda x, idx, weights, m: xm.moe_mlp(x, idx, weights, *m, **AT, **arguments))
 
     with pytest.raises(ValueError, match="moe_mlp: experts='int4': must be None or 'float8_e4m3fn'"):
         failing(experts="int4")

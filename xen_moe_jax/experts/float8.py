@@ -23,37 +23,61 @@ import jax.numpy as jnp
 
 from xen_moe_jax._jax_internals import varying_axes
 from xen_moe_jax._mesh import vary, vary_alike
-from xen_moe_jax._quantize import Wire, dequantize_arrays, quantize_arrays
+from xen_moe_jax._quantize import Wire, dequantize_arrays, parse_wire, quantize_arrays
 from xen_moe_jax._quantized_weight import QuantizedWeight, without_gradient
 from xen_moe_jax._spec import SCALE_BLOCK as BLOCK
-from xen_moe_jax._types import experts_of_rows
+from xen_moe_jax._types import BlockScaled, experts_of_rows
+from xen_moe_jax.experts.arrived import ArrivedRows
+from xen_moe_jax.experts.function import ExpertFunction
 
 DTYPE = "float8_e4m3fn"
 _FORMAT = Wire(DTYPE)
 
 
-def grouped_matmul(rows: jax.Array, weights: jax.Array | QuantizedWeight, group_sizes: jax.Array) -> jax.Array:
+def grouped_matmul(
+    rows: jax.Array | ArrivedRows, weights: jax.Array | QuantizedWeight, group_sizes: jax.Array
+) -> jax.Array:
     """Rows `[C, A]` times the weights `[L, A, B]` of their groups -> `[C, B]` in the rows' dtype.
 
     Args:
-      rows: floating point, sorted by group; those past the last group come out unspecified.
+      rows: floating point, sorted by group, or as they arrived; those past the last group come out unspecified.
       weights: floating point, or a `QuantizedWeight` of fp8 (e4m3) in blocks of 128 x 128, which is used as it is.
       group_sizes: int32 `[L]`.
 
     Raises:
       ValueError: a `QuantizedWeight` of another format.
     """
+    check_weights(weights)
+    x, arrived, weights, group_sizes = vary_all((*parts_of(rows), weights, group_sizes))
     if isinstance(weights, QuantizedWeight):
-        if weights.dtype != jnp.dtype(DTYPE) or weights.block != (BLOCK, BLOCK):
-            raise ValueError(
-                f"experts in {DTYPE} with weights in {weights.dtype} and blocks of {weights.block}: must be {DTYPE} in "
-                f"blocks of {(BLOCK, BLOCK)}; load them without keep_quantised, or leave expert_dtype None"
-            )
-        kept = without_gradient(weights)
-        given = vary_alike(rows, kept.values, kept.scales, group_sizes)
-        return _multiply(given[0], None, *given[1:])
-    rows, weights, group_sizes = vary_alike(rows, weights, group_sizes)
-    return _multiply(rows, weights, *quantize_weights(jax.lax.stop_gradient(weights)), group_sizes)
+        return _multiply(x, arrived, None, weights.values, weights.scales, group_sizes)
+    return _multiply(x, arrived, weights, *quantize_weights(jax.lax.stop_gradient(weights)), group_sizes)
+
+
+def check_weights(weights: jax.Array | QuantizedWeight) -> None:
+    """Raises ValueError for a `QuantizedWeight` of another format."""
+    if not isinstance(weights, QuantizedWeight) or (weights.dtype, weights.block) == (jnp.dtype(DTYPE), (BLOCK, BLOCK)):
+        return
+    raise ValueError(
+        f"experts in {DTYPE} with weights in {weights.dtype} and blocks of {weights.block}: must be {DTYPE} in "
+        f"blocks of {(BLOCK, BLOCK)}; load them without keep_quantised, or leave expert_dtype None"
+    )
+
+
+def parts_of(rows: jax.Array | ArrivedRows) -> tuple[jax.Array, BlockScaled | None]:
+    """Returns the rows whose cotangents there are, and what is multiplied in their place, if anything."""
+    return (rows.x, rows.scaled) if isinstance(rows, ArrivedRows) else (rows, None)
+
+
+def vary_all(tree: Any) -> Any:
+    """Applies `vary_alike` to all arrays of a tree; a `QuantizedWeight` in it has no gradient from here on."""
+
+    def is_quantized(leaf: Any) -> bool:
+        return isinstance(leaf, QuantizedWeight)
+
+    tree = jax.tree.map(lambda leaf: without_gradient(leaf) if is_quantized(leaf) else leaf, tree, is_leaf=is_quantized)
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, vary_alike(*leaves))
 
 
 def quantize_weights(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -69,14 +93,18 @@ def quantize_weights(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @jax.custom_vjp
-def _multiply(rows: Any, master: Any, values: Any, scales: Any, group_sizes: Any) -> Any:
+def _multiply(rows: Any, arrived: Any, master: Any, values: Any, scales: Any, group_sizes: Any) -> Any:
     """`master`: the weights that `values` and `scales` are of, to which the gradient goes, or None."""
     del master
-    return _product(*quantize_arrays(rows, _FORMAT), values, scales, group_sizes).astype(rows.dtype)
+    return _product(*_quantized(rows, arrived), values, scales, group_sizes).astype(rows.dtype)
 
 
-def _forward(rows: Any, master: Any, values: Any, scales: Any, group_sizes: Any) -> tuple[Any, Any]:
-    quantized = quantize_arrays(rows, _FORMAT)
+def _quantized(rows: Any, arrived: BlockScaled | None) -> tuple[jax.Array, jax.Array]:
+    return quantize_arrays(rows, _FORMAT) if arrived is None else (arrived.values, arrived.scales)
+
+
+def _forward(rows: Any, arrived: Any, master: Any, values: Any, scales: Any, group_sizes: Any) -> tuple[Any, Any]:
+    quantized = _quantized(rows, arrived)
     out = _product(*quantized, values, scales, group_sizes).astype(rows.dtype)
     # of arrays without elements only the dtype is kept
     dtypes = jnp.zeros((0,), rows.dtype), None if master is None else jnp.zeros((0,), master.dtype)
@@ -91,7 +119,7 @@ def _backward(kept: Any, cotangent: Any) -> tuple[Any, ...]:
     if of_master is not None:
         rows = dequantize_arrays(row_values, row_scales, jnp.float32)
         by_master = _contract_rows(rows, cotangent.astype(jnp.float32), group_sizes).astype(of_master.dtype)
-    return by_rows, by_master, None, None, None
+    return by_rows, None, by_master, None, None, None
 
 
 _multiply.defvjp(_forward, _backward)
@@ -145,6 +173,14 @@ def _contract_rows(rows: jax.Array, cotangent: jax.Array, group_sizes: jax.Array
     start = jnp.zeros((local, rows.shape[1], cotangent.shape[1]), jnp.float32)
     start = vary(start, varying_axes(rows) | varying_axes(cotangent))
     return jax.lax.scan(add, start, (by_columns(rows), by_columns(cotangent), owner))[0]
+
+
+def wire_of_rows(function: ExpertFunction, wire: Any) -> Wire | None:
+    """Returns the wire if its rows are what experts in fp8 multiply: they go into the matmul as they arrived."""
+    if function.grouped_matmul is not grouped_matmul or function.apply_weights_to == "input" or wire is None:
+        return None
+    parsed = parse_wire(wire)
+    return parsed if parsed is not None and parsed.dtype == DTYPE else None
 
 
 def choose(dtype: Any, grouped: Any, experts: Any, layout: str, caller: str) -> Any:

@@ -1,0 +1,91 @@
+"""Rows that experts in fp8 take from an fp8 wire as they arrived, without a second quantization."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xen_moe_jax._api import dispatch, redispatch
+from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._jax_internals import varying_axes
+from xen_moe_jax._mesh import vary
+from xen_moe_jax._quantize import Wire, quantize
+from xen_moe_jax._types import BlockScaled, Handle, Routed, pytree
+
+
+@pytree()
+class ArrivedRows:
+    """Rows `[C, H]` with a scale for 128 elements, which are multiplied as they are.
+
+    Attributes:
+      x: `[C, H]` in the tokens' dtype. Its values do not count: it has the rows' cotangents, which fp8 cannot hold.
+      scaled: values and scales, float32, of any value or powers of two (a wire with ":ue8m0").
+    """
+
+    x: Any
+    scaled: BlockScaled
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`(C, H)`."""
+        return self.x.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the tokens, and of what is computed from the rows."""
+        return self.x.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How rows travel to the experts and their cotangents home: arguments of `dispatch`."""
+
+    wire: Wire
+    gradient_wire: Any
+    config: KernelConfig | None
+
+    def home(self, cotangent: jax.Array, handle: Handle, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        """Returns the cotangent of the tokens, as that of a dispatch is."""
+
+        def sent(x: jax.Array) -> jax.Array:
+            options = {"wire": self.gradient_wire, "gradient_wire": self.gradient_wire, "config": self.config}
+            return redispatch(x, handle, **options)
+
+        _, pull = jax.vjp(sent, vary(jnp.zeros(shape, dtype), varying_axes(cotangent)))
+        return pull(cotangent)[0]
+
+
+def dispatch_quantized(
+    x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, way: Way, **options: Any
+) -> Routed:
+    """`dispatch` of tokens that are quantized first and stay so: `routed.x` is an `ArrivedRows`.
+
+    Values, counts, and gradients are those of `dispatch(x, ..., wire=, gradient_wire=)`, but for the rounding of
+    dequantized rows to the tokens' dtype.
+    """
+    scaled = quantize(jax.lax.stop_gradient(x), way.wire.dtype, way.wire.scale_format)
+    routed = dispatch(scaled, topk_idx, topk_weights, config=way.config, **options)
+    scaled = BlockScaled(routed.x.values, jax.lax.stop_gradient(routed.x.scales))
+    carrier = _carrier((way, x.shape, x.dtype), x, jax.lax.stop_gradient(routed.handle), scaled.values)
+    return dataclasses.replace(routed, x=ArrivedRows(carrier, scaled))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _carrier(static: tuple[Way, Any, Any], x: jax.Array, handle: Handle, rows: jax.Array) -> jax.Array:
+    return vary(jnp.zeros(rows.shape, x.dtype), varying_axes(rows))
+
+
+def _forward(static: Any, x: jax.Array, handle: Handle, rows: jax.Array) -> tuple[jax.Array, Handle]:
+    return _carrier(static, x, handle, rows), handle
+
+
+def _backward(static: tuple[Way, Any, Any], handle: Handle, cotangent: jax.Array) -> tuple[Any, ...]:
+    way, shape, dtype = static
+    return way.home(cotangent, handle, shape, dtype), None, None
+
+
+_carrier.defvjp(_forward, _backward)
