@@ -1,10 +1,23 @@
-// The handlers of all_to_all and ragged_all_to_all: they check buffers and launch kernels.
+// The handlers of all_to_all, ragged_all_to_all and move_weights: they check buffers and launch kernels.
 #include "cuda_kernels/kernels.h"
 #include "ffi/handlers.h"
 #include "ffi/operation.h"
 
 namespace xen_moe {
 namespace {
+
+// Returns success, or an error that says that the buffers do not have the bytes of the plan. Checked once: CheckOnce.
+ffi::Error CheckBytes(const ExchangePlan& plan, const ffi::AnyBuffer& operand, const ffi::AnyBuffer& output) {
+  const ExchangeParams& p = plan.params;
+  if (plan.checked.load(std::memory_order_acquire) || (operand.size_bytes() == p.operand_units * p.unit_bytes &&
+                                                       output.size_bytes() == p.output_units * p.unit_bytes)) {
+    return ffi::Error::Success();
+  }
+  return ffi::Error::InvalidArgument(
+      "xen_moe_jax: operand of " + std::to_string(operand.size_bytes()) + " and output of " +
+      std::to_string(output.size_bytes()) + " bytes do not match operand_units " + std::to_string(p.operand_units) +
+      ", output_units " + std::to_string(p.output_units) + ", unit_bytes " + std::to_string(p.unit_bytes));
+}
 
 // all_to_all: operand -> output. ragged_all_to_all: operand, output, input_offsets, send_sizes, output_offsets,
 // recv_sizes -> output, in the place of the second operand.
@@ -17,15 +30,9 @@ ffi::Error Exchange(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Exchan
                                        std::to_string(wanted));
   }
   const ffi::AnyBuffer operand = *args.get<ffi::AnyBuffer>(0);
-  const bool first = !plan->checked.load(std::memory_order_acquire);  // see CheckOnce
-  if (first && (operand.size_bytes() != p.operand_units * p.unit_bytes ||
-                output->size_bytes() != p.output_units * p.unit_bytes)) {
-    return ffi::Error::InvalidArgument(
-        "xen_moe_jax: operand of " + std::to_string(operand.size_bytes()) + " and output of " +
-        std::to_string(output->size_bytes()) + " bytes do not match operand_units " + std::to_string(p.operand_units) +
-        ", output_units " + std::to_string(p.output_units) + ", unit_bytes " + std::to_string(p.unit_bytes));
-  }
-  ffi::Error error = CheckOnce(plan, [&] {
+  ffi::Error error = CheckBytes(*plan, operand, *output);
+  if (!error.success()) return error;
+  error = CheckOnce(plan, [&] {
     static const char* const names[] = {"input_offsets", "send_sizes", "output_offsets", "recv_sizes"};
     std::vector<Expected> all;
     for (size_t i = 0; plan->ragged && i < 4; ++i) {
@@ -54,7 +61,41 @@ ffi::Error Exchange(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Exchan
                });
 }
 
+// operand [S_old, ...], sources [R, S_new] -> output [S_new, ...]
+ffi::Error Move(cudaStream_t stream, int32_t ordinal, ffi::RunId run, MovePlan* plan, ffi::AnyBuffer operand,
+                ffi::BufferR2<ffi::S32> sources, ffi::Result<ffi::AnyBuffer> output) {
+  ExchangeParams p = plan->params;
+  ffi::Error error = CheckBytes(*plan, operand, *output);
+  if (!error.success()) return error;
+  error = CheckOnce(plan, [&] {
+    return std::vector<Expected>{{"sources", sources, ffi::S32, {p.ranks, static_cast<int64_t>(p.output_units)}}};
+  });
+  if (!error.success()) return error;
+  p.operand = static_cast<const char*>(operand.untyped_data());
+  p.output = static_cast<char*>(output->untyped_data());
+  p.sources = sources.typed_data();
+  return RunOn(*plan, p.call.needs, ordinal, stream, run, p.output,
+               [&](const Member& member, cudaStream_t on, const Beginning& beginning) {
+                 Bind(&p.call, member, beginning);
+                 p.rank = member.rank;
+                 return LaunchExchange(p, on);
+               });
+}
+
 }  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kMoveInstantiate, MakePlan<MovePlan>, ffi::Ffi::BindInstantiate().Attrs());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kMove, Move,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Ctx<ffi::RunId>()
+                                  .Ctx<ffi::State<MovePlan>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::BufferR2<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>(),
+                              {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kExchangeInstantiate, MakePlan<ExchangePlan>, ffi::Ffi::BindInstantiate().Attrs());
 

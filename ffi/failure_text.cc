@@ -37,9 +37,11 @@ std::string OperationText(const Descriptor& d) {
   if (static_cast<Operation>(d.operation) == Operation::kExchange) {
     const ExchangeShapes& e = d.exchange;
     const uint64_t unit_bytes = static_cast<uint64_t>(e.unit_bytes_high) << 32 | e.unit_bytes_low;
-    return std::string(d.flags & kDescribedRagged ? "ragged_all_to_all" : "all_to_all") + " of " +
-           Number(e.operand_units) + " rows of " + Number(unit_bytes) + " bytes into " + Number(e.output_units) +
-           " over " + Number(d.ranks) + " ranks";
+    const char* const name = d.flags & kDescribedMove     ? "move_weights"
+                             : d.flags & kDescribedRagged ? "ragged_all_to_all"
+                                                          : "all_to_all";
+    return std::string(name) + " of " + Number(e.operand_units) + " rows of " + Number(unit_bytes) + " bytes into " +
+           Number(e.output_units) + " over " + Number(d.ranks) + " ranks";
   }
   const RoutedShapes& r = d.routed;
   std::string text = std::string(Word(kOperations, d.operation)) + " of " + Word(kDtypes, d.dtype) + "[" +
@@ -50,6 +52,7 @@ std::string OperationText(const Descriptor& d) {
   if (d.wire != 0) text += std::string(", wire ") + Word(kWires, d.wire) + (d.flags & kDescribedUe8m0 ? ":ue8m0" : "");
   if (d.flags & kDescribedScaled) text += ", scaled";
   if (d.flags & kDescribedWeighted) text += ", weighted";
+  if (d.flags & kDescribedByHome) text += ", added by home";
   std::string out;
   if (d.ranks > kSmallGroup && d.flags >> kDescribedInactiveShift) out = ", without some ranks";
   for (uint32_t rank = 0; rank < d.ranks && d.ranks <= kSmallGroup; ++rank) {

@@ -124,6 +124,8 @@ NB_MODULE(_cuda, m) {
     nb::dict d;
     d["xen_moe_dispatch_plan"] = StateType<DispatchPlan>();
     d["xen_moe_combine_plan"] = StateType<CombinePlan>();
+    d["xen_moe_home_combine_plan"] = StateType<HomeCombinePlan>();
+    d["xen_moe_move_plan"] = StateType<MovePlan>();
     d["xen_moe_exchange_plan"] = StateType<ExchangePlan>();
     return d;
   });
@@ -132,17 +134,20 @@ NB_MODULE(_cuda, m) {
     d["xen_moe_dispatch"] = Stages(kDispatchInstantiate, kDispatch);
     d["xen_moe_redispatch"] = Stages(kDispatchInstantiate, kRedispatch);
     d["xen_moe_combine"] = Stages(kCombineInstantiate, kCombine);
+    d["xen_moe_combine_at_home"] = Stages(kHomeCombineInstantiate, kHomeCombine);
     d["xen_moe_dispatch_start"] = Stages(kDispatchInstantiate, kDispatchStart);
     d["xen_moe_combine_start"] = Stages(kCombineInstantiate, kCombineStart);
     nb::dict done;
     done["execute"] = Target(kDone);
     d["xen_moe_done"] = done;
     d["xen_moe_exchange"] = Stages(kExchangeInstantiate, kExchange);
+    d["xen_moe_move_weights"] = Stages(kMoveInstantiate, kMove);
     return d;
   });
   m.def("no_low_latency", &NoLowLatency, "combine"_a, "ranks"_a, "ranks_per_node"_a, "num_tokens"_a, "top_k"_a,
         "num_experts"_a, "hidden"_a, "layout"_a, "dtype"_a, "wire"_a, "chunk_tokens"_a);
   m.def("dispatch_staging_bytes", &StagingBytes<DispatchPlan>);
+  m.def("home_combine_staging_bytes", &StagingBytes<HomeCombinePlan>);
   BindMemory(m, &CudaDevices(), NcclLinkKernels());
   // For groups between nodes. `nccl_headers`: the version of the headers with which the kernels were compiled; 0 where
   // there are no such kernels. `nccl_ranks_per_node`: how many processes share NVLink, once NCCL has been started; 0

@@ -7,7 +7,9 @@ namespace xen_moe {
 
 ffi::TypeId DispatchPlan::id = {};
 ffi::TypeId CombinePlan::id = {};
+ffi::TypeId HomeCombinePlan::id = {};
 ffi::TypeId ExchangePlan::id = {};
+ffi::TypeId MovePlan::id = {};
 
 namespace {
 
@@ -76,6 +78,7 @@ constexpr Attribute<Plan> kRoutedPlanAttributes[] = {
 constexpr Attribute<DispatchPlan> kDispatchPlanAttributes[] = {{"scaled", &DispatchPlan::scaled}};
 constexpr Attribute<DispatchParams> kDispatchAttributes[] = {{"known_positions", &DispatchParams::known_positions}};
 constexpr Attribute<CombinePlan> kCombinePlanAttributes[] = {{"weighted", &CombinePlan::weighted}};
+constexpr Attribute<ExchangeParams> kMoveAttributes[] = {{"lost", &ExchangeParams::lost, 0, 255}};
 constexpr Attribute<ExchangePlan> kExchangePlanAttributes[] = {{"ragged", &ExchangePlan::ragged}};
 
 void CheckAtMost(const char* name, int value, const char* limit_name, int limit) {
@@ -181,6 +184,15 @@ void Decode(const Attributes& attributes, CombinePlan* plan) {
   Describe(&plan->params, plan->weighted, static_cast<uint32_t>(plan->dtype_code), 0);
 }
 
+void Decode(const Attributes& attributes, HomeCombinePlan* plan) {
+  Decode(attributes, static_cast<CombinePlan*>(plan));
+  CombineParams& p = plan->params;
+  if (const char* why = WhyNotByHome(p.routing, p.wire, p.schedule.low_latency, p.schedule.chunk_tokens)) Refuse(why);
+  p.by_home = true;
+  p.staging = PlanHomeStaging(p.routing, p.schedule, p.element);
+  Describe(&p, plan->weighted, static_cast<uint32_t>(plan->dtype_code), 0);
+}
+
 void Decode(const Attributes& attributes, ExchangePlan* plan) {
   ExchangeParams& p = plan->params;
   DecodeCall(attributes, plan, &p.call);
@@ -190,6 +202,15 @@ void Decode(const Attributes& attributes, ExchangePlan* plan) {
   p.chunk_bytes = p.chunk_bytes / 16 * 16;
   PlanExchange(&p, plan->ragged);
   Describe(&p, plan->ragged, 0, 0);
+}
+
+void Decode(const Attributes& attributes, MovePlan* plan) {
+  Decode(attributes, static_cast<ExchangePlan*>(plan));
+  ExchangeParams& p = plan->params;
+  attributes.Decode(kMoveAttributes, &p);
+  p.by_table = true;
+  PlanExchange(&p, false);
+  Describe(&p, false, 0, 0);
 }
 
 uint32_t NextCallId() {

@@ -61,17 +61,29 @@ struct CombinePlan : Plan {
   bool weighted = false;
 };
 
+// A combine by home: cuda_kernels/combine/home.cuh.
+struct HomeCombinePlan : CombinePlan {
+  static ffi::TypeId id;
+};
+
 struct ExchangePlan : Plan {
   static ffi::TypeId id;
   ExchangeParams params{};
   bool ragged = false;
 };
 
+// An exchange by a table, which moves weights.
+struct MovePlan : ExchangePlan {
+  static ffi::TypeId id;
+};
+
 // Fills a plan but for its workspace, from attributes alone: also for size hints, which need no device. Throws
 // MemoryError where the attributes are no operation that the kernels run.
 void Decode(const Attributes& attributes, DispatchPlan* plan);
 void Decode(const Attributes& attributes, CombinePlan* plan);
+void Decode(const Attributes& attributes, HomeCombinePlan* plan);
 void Decode(const Attributes& attributes, ExchangePlan* plan);
+void Decode(const Attributes& attributes, MovePlan* plan);
 
 ffi::Error ToError(const MemoryError& e);
 

@@ -165,6 +165,33 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Combine
   return Run(*plan, &p, ordinal, stream, run, p.out, LaunchCombine);
 }
 
+// y, topk_idx, positions, recv_counts, active, home, topk_weights -> out
+ffi::Error HomeCombine(cudaStream_t stream, int32_t ordinal, ffi::RunId run, HomeCombinePlan* plan, ffi::AnyBuffer y,
+                       Ints2 topk_idx, Ints3 positions, Ints2 recv_counts, Bools active, Ints2 home,
+                       Floats2 topk_weights, ffi::Result<ffi::AnyBuffer> out) {
+  CombineParams p = plan->params;
+  const Routing& r = p.routing;
+  ffi::Error error = CheckOnce(plan, [&] {
+    return std::vector<Expected>{{"y", y, plan->dtype, RowsShape(r, r.hidden)},
+                                 {"topk_idx", topk_idx, ffi::S32, {r.tokens, r.top_k}},
+                                 {"positions", positions, ffi::S32, {r.ranks, r.tokens, r.slots}},
+                                 {"recv_counts", recv_counts, ffi::S32, {r.ranks, r.local_experts}},
+                                 {"active", active, ffi::PRED, ActiveShape(*plan, r)},
+                                 {"home", home, ffi::S32, {r.tokens, r.top_k}},
+                                 {"topk_weights", topk_weights, ffi::F32, {r.tokens, r.top_k}},
+                                 {"out", *out, plan->dtype, {r.tokens, r.hidden}}};
+  });
+  if (!error.success()) return error;
+  p.y = y.untyped_data();
+  p.topk_idx = topk_idx.typed_data();
+  p.positions = positions.typed_data();
+  p.call.active = plan->masked ? active.typed_data() : nullptr;
+  p.home = home.typed_data();
+  p.topk_weights = plan->weighted ? topk_weights.typed_data() : nullptr;
+  p.out = out->untyped_data();
+  return Run(*plan, &p, ordinal, stream, run, p.out, LaunchCombine);
+}
+
 // The results of a start, then arrays that keep the operands of the start alive -> the results of the start, complete,
 // in the same buffers. A copy that XLA has made of them in between was made too early.
 ffi::Error Done(cudaStream_t stream, int32_t ordinal, ffi::RunId run, ffi::RemainingArgs in_flight,
@@ -234,15 +261,28 @@ auto CombineArguments() {
       .Arg<ffi::Buffer<ffi::F32>>()
       .Ret<ffi::AnyBuffer>();
 }
+auto HomeCombineArguments() {
+  return Given<HomeCombinePlan>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<Ints2>()
+      .Arg<Ints3>()
+      .Arg<Ints2>()
+      .Arg<Bools>()
+      .Arg<Ints2>()
+      .Arg<Floats2>()
+      .Ret<ffi::AnyBuffer>();
+}
 
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kDispatchInstantiate, MakePlan<DispatchPlan>, ffi::Ffi::BindInstantiate().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kCombineInstantiate, MakePlan<CombinePlan>, ffi::Ffi::BindInstantiate().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kHomeCombineInstantiate, MakePlan<HomeCombinePlan>, ffi::Ffi::BindInstantiate().Attrs());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kDispatch, Dispatch, DispatchArguments(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kRedispatch, Redispatch, RedispatchArguments(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kCombine, Combine, CombineArguments(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kHomeCombine, HomeCombine, HomeCombineArguments(), {ffi::Traits::kCmdBufferCompatible});
 
 // Start and done cannot be part of a CUDA graph: a graph may end between the two.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kDispatchStart, Dispatch, DispatchArguments());

@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "cuda_kernels/combine/combine.cuh"
+#include "cuda_kernels/combine/home.cuh"
 
 namespace xen_moe::XEN_MOE_VARIANT {
 namespace {
@@ -39,10 +40,23 @@ int PreloadWire() {
   return LoadKernel(CombineKernel<Y, kWire, true>, RingBytes<Y, true>());
 }
 
+// Small groups alone combine by home.
+template <class Y>
+int LaunchByHome(const CombineParams& p, cudaStream_t stream) {
+  if constexpr (kLargeGroups) {
+    return cudaErrorInvalidValue;
+  } else {
+    if (Unfit(p) || p.routing.ranks > kRanks) return cudaErrorInvalidValue;
+    HomeCombineKernel<Y><<<p.schedule.blocks, kThreads, RingBytes<Y, false>(), stream>>>(p);
+    return cudaGetLastError();
+  }
+}
+
 }  // namespace
 
 template <class Y>
 int LaunchCombineOf(const CombineParams& p, cudaStream_t stream) {
+  if (p.by_home) return LaunchByHome<Y>(p, stream);
   switch (p.wire) {
     case WireType::kNative:
       return LaunchWire<Y, WireType::kNative>(p, stream);
@@ -54,6 +68,9 @@ int LaunchCombineOf(const CombineParams& p, cudaStream_t stream) {
 }
 template <class Y>
 int PreloadCombineOf() {
+  if constexpr (!kLargeGroups) {
+    if (int e = LoadKernel(HomeCombineKernel<Y>, RingBytes<Y, false>())) return e;
+  }
   if (int e = PreloadWire<Y, WireType::kNative>()) return e;
   if (int e = PreloadWire<Y, WireType::kFp8>()) return e;
   return PreloadWire<Y, WireType::kInt8>();

@@ -186,13 +186,12 @@ __device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShare
   signaller.Raise(OneRank(target), PartialFlagIndex(p, slot, token, part));
 }
 
-// Pushes all partial rows that the peers wait for. Many rows are claimed one by one; few rows are shares of the pushing
-// blocks.
-template <class Y, WireType kWire, int kSteps, bool kGeneral, class Way = DirectPush>
-__device__ __forceinline__ void PushPartials(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
-                                             uint32_t epoch) {
+// Calls push(signaller, item) for the parts of all `pairs` whose rows the peers wait for. Many items are claimed one by
+// one; few items are shares of the pushing blocks.
+template <class Push>
+__device__ __forceinline__ void PushItems(const CombineParams& p, CombineShared& shared, int pairs, uint32_t epoch,
+                                          Push push) {
   const Schedule& s = p.schedule;
-  const int pairs = kRings ? (p.routing.ranks - 1) * TokensAhead(p.routing, p.staging) : Way::Pairs(p.routing);
   const int items = pairs * s.parts;
   const int block = static_cast<int>(blockIdx.x), warp = threadIdx.x / 32;
   if (block >= s.push_blocks || items == 0) return;
@@ -207,7 +206,7 @@ __device__ __forceinline__ void PushPartials(const CombineParams& p, CombineShar
     item = block + warp * s.push_blocks;
   }
   for (int next = 0;;) {
-    if (item < items) PushPartial<Y, kWire, kSteps, kGeneral, Way>(p, shared, ring, vector, signaller, item);
+    if (item < items) push(signaller, item);
     if (few) {
       const int share = AdoptShare(shared.run.control, s.push_blocks, epoch, &next);
       if (share < 0) break;
@@ -219,6 +218,15 @@ __device__ __forceinline__ void PushPartials(const CombineParams& p, CombineShar
     }
   }
   signaller.Finish();
+}
+
+template <class Y, WireType kWire, int kSteps, bool kGeneral, class Way = DirectPush>
+__device__ __forceinline__ void PushPartials(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
+                                             uint32_t epoch) {
+  const int pairs = kRings ? (p.routing.ranks - 1) * TokensAhead(p.routing, p.staging) : Way::Pairs(p.routing);
+  PushItems(p, shared, pairs, epoch, [&](Signaller& signaller, int item) {
+    PushPartial<Y, kWire, kSteps, kGeneral, Way>(p, shared, ring, vector, signaller, item);
+  });
 }
 
 template <class Y, WireType kWire, int kSteps>
@@ -344,6 +352,22 @@ __device__ __forceinline__ void StreamChunks(const CombineParams& p, CombineShar
       [](int) {}, end_batch);
 }
 
+// Waits until every other rank of `ranks` has sent its part of the token. All lanes call it; false if the group has
+// failed.
+__device__ __forceinline__ bool AwaitPartials(const CombineParams& p, const CombineShared& shared,
+                                              const RankMask& ranks, int token, int part, uint32_t epoch) {
+  bool arrived = true;
+  ForEachOwnRank(threadIdx.x & 31, p.routing.ranks, [&](int rank) {
+    if (!arrived || !Holds(ranks, rank) || rank == p.routing.rank) return;
+    const char* half = shared.run.half[p.routing.rank];
+    const uint32_t* flags = reinterpret_cast<const uint32_t*>(half + p.staging.row_flags);
+    arrived = WaitFlag(flags + PartialFlagIndex(p, rank, token, part), shared.run, epoch, Step::kRows, rank);
+  });
+  arrived = __all_sync(0xFFFFFFFFu, arrived);
+  __syncwarp();  // all lanes may read what one lane has acquired
+  return arrived;
+}
+
 // kGeneral: every hidden size, and two axes: partial rows are added inside each node first, rounded to the wire, and
 // then added over the nodes. `taking`: given if the operation goes through rings.
 template <class Y, WireType kWire, int kSteps, bool kGeneral, class Items = Claims, class... Takes>
@@ -353,22 +377,13 @@ __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShare
   const int lane = threadIdx.x & 31;
   const bool nodes_apart = r.ranks_per_node != r.ranks;
   const int items = r.tokens * p.schedule.parts;
-  const char* half = shared.run.half[r.rank];
   Items claims(&shared.run.control->claimed[static_cast<int>(Work::kPlace)], items,
                items <= static_cast<int>(gridDim.x) * kWarps, taking...);
   for (int item = claims.First(); item < items; item = claims.Next()) {
     const int token = item / p.schedule.parts, part = item % p.schedule.parts;
     const RankMask ranks = RanksOf(p.topk_idx, token, r, shared.run.active);
     const GatheredRows own = GatherRows(p, shared, r.rank, token);
-    bool arrived = true;
-    ForEachOwnRank(lane, r.ranks, [&](int rank) {
-      if (!arrived || !Holds(ranks, rank) || rank == r.rank) return;
-      const uint32_t* flags = reinterpret_cast<const uint32_t*>(half + p.staging.row_flags);
-      arrived = WaitFlag(flags + PartialFlagIndex(p, rank, token, part), shared.run, epoch, Step::kRows, rank);
-    });
-    arrived = __all_sync(0xFFFFFFFFu, arrived);
-    __syncwarp();  // all lanes may read what one lane has acquired
-    if (!arrived) return;
+    if (!AwaitPartials(p, shared, ranks, token, part, epoch)) return;
     const int begin = min(r.hidden, part * p.schedule.part_elements);
     const int end = min(r.hidden, begin + p.schedule.part_elements);
     Y* out = static_cast<Y*>(p.out) + static_cast<int64_t>(token) * r.hidden;

@@ -56,7 +56,7 @@ struct Staging {
   uint64_t flag_bytes;
   uint64_t topk_idx;      // [R][T][K] int32
   uint64_t topk_weights;  // [R][T][K] float32
-  uint64_t rows;          // [R][T] wire rows, or [R][ring_tokens]
+  uint64_t rows;          // [R][T] wire rows, or [R][ring_tokens]; of a combine by home [T][K]
   uint64_t row_bytes;     // bytes of one wire row: values, then scales, each padded to 16 bytes
   uint64_t scale_offset;  // where the scales begin in a wire row
   uint64_t data_bytes;    // data start at half_bytes - data_bytes
@@ -128,6 +128,10 @@ struct CombineParams {
   const int* positions;  // [R, T, slots]
   const float* weights;  // [C], or null: unweighted
   void* out;             // [T, H]
+  // A combine with the sums of other ranks than those that hold the rows: combine/home.cuh.
+  bool by_home;
+  const int* home;            // [T, K], the rank as whose row a slot is added; -1: the slot is not used
+  const float* topk_weights;  // [T, K], or null: unweighted
 };
 
 // Rows of `unit_bytes` bytes from this rank to every rank: all_to_all, or ragged_all_to_all when the arrays are given.
@@ -152,6 +156,11 @@ struct ExchangeParams {
   const int* send_sizes;
   const int* output_offsets;
   const int* recv_sizes;
+  // move_weights: the unit of the operands, rank * operand_units + its number, that each of the `output_units` units of
+  // every rank gets, [R, output_units]; -1: the unit gets zeros, -2: bytes `lost`. Else null.
+  const int* sources;
+  bool by_table;  // `sources` will be given
+  uint8_t lost;
 };
 
 // Memory that staged rows may take in groups of more than kSmallGroup ranks: `bytes` of a half, or `tokens` of
@@ -163,12 +172,16 @@ struct RingLimits {
 // Sizes and places, from the shapes (plan.cc). `scaled`: x comes with scales.
 Staging PlanStaging(const Routing& routing, const Schedule& schedule, Element element, WireType wire, bool scaled,
                     const RingLimits& limits = RingLimits());
+// PlanStaging for a combine by home: [T][K] rows.
+Staging PlanHomeStaging(const Routing& routing, const Schedule& schedule, Element element);
 // PlanStaging for the low-latency kernels (schedule.low_latency). `operation`: dispatch or combine.
 Staging PlanLowLatency(const Routing& routing, Operation operation, Element element, bool scaled);
 // Returns null, or why the low-latency kernels do not support the operation; the other kernels support every operation.
 // `chunk_tokens`: as in the schedule.
 const char* WhyNotLowLatency(const Routing& routing, Operation operation, Element element, WireType wire,
                              int chunk_tokens);
+// Returns null, or why no kernel runs a combine by home of these shapes.
+const char* WhyNotByHome(const Routing& routing, WireType wire, bool low_latency, int chunk_tokens);
 Needs NeedsOf(const Routing& routing, const Schedule& schedule, const Staging& staging);
 // Fills message_flags ... data_bytes, offsets, ring and max_chunks from the other fields.
 void PlanExchange(ExchangeParams* params, bool ragged);

@@ -110,6 +110,12 @@ Staging PlanStaging(const Routing& r, const Schedule& s, Element element, WireTy
   return m;
 }
 
+Staging PlanHomeStaging(const Routing& r, const Schedule& s, Element element) {
+  Staging m = PlanStaging(r, s, element, WireType::kNative, false);
+  m.data_bytes = AlignUp(m.rows + static_cast<uint64_t>(r.tokens) * r.top_k * m.row_bytes, 256);
+  return m;
+}
+
 Staging PlanLowLatency(const Routing& r, Operation operation, Element element, bool scaled) {
   Staging m{};
   const uint64_t pairs = static_cast<uint64_t>(r.ranks) * r.tokens;
@@ -148,7 +154,8 @@ Needs NeedsOf(const Routing& r, const Schedule& s, const Staging& m) {
 }
 
 void PlanExchange(ExchangeParams* p, bool ragged) {
-  const uint64_t largest = (ragged ? p->operand_units : p->operand_units / p->ranks) * p->unit_bytes;
+  uint64_t largest = (ragged ? p->operand_units : p->operand_units / p->ranks) * p->unit_bytes;
+  if (p->by_table) largest = p->output_units * AlignUp(p->unit_bytes, p->chunk_bytes);
   const uint64_t stripe = p->chunk_bytes * p->lanes;
   p->max_chunks = (largest + stripe - 1) / stripe + 1;
   const uint64_t ways = static_cast<uint64_t>(p->ranks) * p->lanes;
@@ -173,7 +180,7 @@ void Describe(DispatchParams* p, bool scaled, uint32_t dtype, uint32_t site) {
 
 void Describe(CombineParams* p, bool weighted, uint32_t dtype, uint32_t site) {
   const uint32_t flags = (p->ue8m0 ? kDescribedUe8m0 : 0) | (weighted ? kDescribedWeighted : 0) |
-                         (p->schedule.low_latency ? kDescribedLowLatency : 0);
+                         (p->schedule.low_latency ? kDescribedLowLatency : 0) | (p->by_home ? kDescribedByHome : 0);
   Complete(&p->call,
            DescribeRouting(Operation::kCombine, p->routing, p->schedule, p->staging, p->wire, flags, dtype, site),
            {p->staging.flag_bytes, p->staging.data_bytes, 0});
@@ -183,7 +190,7 @@ void Describe(ExchangeParams* p, bool ragged, uint32_t dtype, uint32_t site) {
   Descriptor d{};
   d.operation = static_cast<uint32_t>(Operation::kExchange);
   d.dtype = dtype;
-  d.flags = ragged ? kDescribedRagged : 0;
+  d.flags = (ragged ? kDescribedRagged : 0) | (p->by_table ? kDescribedMove : 0);
   d.ranks = d.ranks_per_node = static_cast<uint32_t>(p->ranks);
   d.exchange.operand_units = static_cast<uint32_t>(p->operand_units);
   d.exchange.output_units = static_cast<uint32_t>(p->output_units);
@@ -205,8 +212,17 @@ const char* Unfit(const DispatchParams& p) {
   if (p.schedule.solo_layout && SoloLayoutBytes(p.routing, p.schedule) > SoloLayoutLimit()) return "solo_layout";
   return nullptr;
 }
+const char* WhyNotByHome(const Routing& r, WireType wire, bool low_latency, int chunk_tokens) {
+  if (r.ranks > kSmallGroup) return "there are more ranks than a combine by home takes";
+  if (r.ranks_per_node != r.ranks || chunk_tokens > 0) return "a combine by home is within one node";
+  if (r.layout == Layout::kRanked) return "rows of the ranked layout stand for several slots";
+  if (r.hidden % 8 != 0) return "hidden is not a multiple of 8";
+  if (wire != WireType::kNative) return "the wire quantizes";
+  return low_latency ? "the low-latency kernels have no combine by home" : nullptr;
+}
 const char* Unfit(const CombineParams& p) {
   if (const char* e = UnfitRouting(p.call, p.routing, p.schedule, p.staging)) return e;
+  if (p.by_home) return WhyNotByHome(p.routing, p.wire, p.schedule.low_latency, p.schedule.chunk_tokens);
   if (!p.schedule.low_latency) return nullptr;
   return WhyNotLowLatency(p.routing, Operation::kCombine, p.element, p.wire, p.schedule.chunk_tokens);
 }
@@ -215,6 +231,7 @@ const char* Unfit(const ExchangeParams& p) {
   if (p.ranks < 1 || p.ranks > kMaxRanks || p.rank < 0 || p.rank >= p.ranks) return "ranks";
   if (p.lanes < 1 || p.ranks * p.lanes > kMaxBlocks) return "lanes";
   if (p.chunk_bytes < 16 || p.chunk_bytes % 16 != 0 || p.ring_chunks < 1 || p.unit_bytes < 1) return "chunk_bytes";
+  if (p.by_table && (p.operand_units < 1 || p.output_units * p.ranks > 0x7FFFFFFFu)) return "units of a table";
   return nullptr;
 }
 

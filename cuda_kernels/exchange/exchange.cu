@@ -1,5 +1,5 @@
 // all_to_all and ragged_all_to_all: contiguous bytes from every rank to every other, through rings in the staging
-// areas.
+// areas. And move_weights: units of every rank to the ranks that a table names, one after another.
 //
 // What moves: the message to rank p is divided into chunks; lane j of `lanes` carries chunks j, j + lanes, ... Who does
 // it: one half of a block copies chunks into ring slots at rank p and raises their flags; the other half copies what p
@@ -99,29 +99,74 @@ __device__ __forceinline__ uint32_t* MessageFlag(const ExchangeParams& p, const 
   return reinterpret_cast<uint32_t*>(run.half[target] + p.message_flags) + source;
 }
 
-// Sends one lane to `target`. Returns false if the group has failed.
-__device__ __forceinline__ bool Send(const ExchangeParams& p, const Running& run, int target, int lane) {
-  const uint32_t epoch = run.epoch;
-  uint64_t first;
-  const Message message = Outgoing(p, target, &first);
-  if (p.send_sizes && Leads() && lane == 0) {
-    reinterpret_cast<Message*>(run.data[target] + p.offsets)[p.rank] = message;
-    __threadfence_system();
-    StoreRelaxedSystem(MessageFlag(p, run, p.rank, target), epoch);
+// A chunk at one of its ends.
+struct Chunk {
+  uint64_t at;  // in the operand or in the output
+  uint64_t bytes;
+};
+
+// The chunks that one lane carries of `bytes` contiguous bytes from `first` on.
+struct ContiguousChunks {
+  uint64_t first, bytes, chunk_bytes, lanes, lane;
+  uint64_t count;
+  __device__ __forceinline__ ContiguousChunks(const ExchangeParams& p, uint64_t first, uint64_t bytes, int lane)
+      : first(first), bytes(bytes), chunk_bytes(p.chunk_bytes), lanes(p.lanes), lane(lane) {
+    const uint64_t all = (bytes + chunk_bytes - 1) / chunk_bytes;
+    count = min(all > this->lane ? (all - this->lane + lanes - 1) / lanes : 0, p.max_chunks);
   }
+  __device__ __forceinline__ Chunk operator()(uint64_t n) {
+    const uint64_t begin = (n * lanes + lane) * chunk_bytes;
+    return {first + begin, min(chunk_bytes, bytes - begin)};
+  }
+};
+
+// The chunks that one lane carries of the units that `target` gets from `source`, one unit after another. Ask for them
+// in ascending order. kSending: places in the operand, else in the output.
+template <bool kSending>
+struct UnitChunks {
+  const ExchangeParams& p;
+  const int* sources;  // of the target's units
+  uint64_t per_unit, count;
+  int source, lane, unit = -1;
+  int64_t number = -1;  // of `unit` among the source's
+  __device__ __forceinline__ UnitChunks(const ExchangeParams& params, int from, int target, int carrier)
+      : p(params), sources(params.sources + target * params.output_units), source(from), lane(carrier) {
+    per_unit = (p.unit_bytes + p.chunk_bytes - 1) / p.chunk_bytes;
+    uint64_t units = 0;
+    for (int i = 0; i < static_cast<int>(p.output_units); ++i) units += Comes(i);
+    const uint64_t all = units * per_unit, first = static_cast<uint64_t>(lane);
+    count = min(all > first ? (all - first + p.lanes - 1) / p.lanes : 0, p.max_chunks);
+  }
+  __device__ __forceinline__ bool Comes(int i) const {
+    return sources[i] >= 0 && sources[i] / static_cast<int>(p.operand_units) == source;
+  }
+  __device__ __forceinline__ Chunk operator()(uint64_t n) {
+    const uint64_t piece = n * p.lanes + lane;
+    while (number < static_cast<int64_t>(piece / per_unit)) {
+      ++unit;
+      number += Comes(unit);
+    }
+    const uint64_t begin = piece % per_unit * p.chunk_bytes;
+    const uint64_t row = kSending ? sources[unit] % static_cast<int>(p.operand_units) : unit;
+    return {row * p.unit_bytes + begin, min(p.chunk_bytes, p.unit_bytes - begin)};
+  }
+};
+
+// Sends one lane to `target`. Returns false if the group has failed.
+template <class Chunks>
+__device__ __forceinline__ bool SendChunks(const ExchangeParams& p, const Running& run, int target, int lane,
+                                           Chunks chunks) {
+  const uint32_t epoch = run.epoch;
   __shared__ bool free_slot;
   const Lane way = LaneOf(p, run, p.rank, target, lane);
-  const uint64_t bytes = static_cast<uint64_t>(message.units) * p.unit_bytes;
-  const char* from = p.operand + first * p.unit_bytes;
-  for (uint64_t n = 0; n < p.max_chunks; ++n) {
-    const uint64_t begin = (n * p.lanes + lane) * p.chunk_bytes;
-    if (begin >= bytes) break;
+  for (uint64_t n = 0; n < chunks.count; ++n) {
     if (n >= static_cast<uint64_t>(p.ring_chunks)) {
       if (Leads()) free_slot = WaitFlag(way.credit_flags + n - p.ring_chunks, run, epoch, Step::kCredit, target);
       SyncHalf();
       if (!free_slot) return false;
     }
-    CopyBytes(way.ring + n % p.ring_chunks * p.chunk_bytes, from + begin, min(p.chunk_bytes, bytes - begin));
+    const Chunk chunk = chunks(n);
+    CopyBytes(way.ring + n % p.ring_chunks * p.chunk_bytes, p.operand + chunk.at, chunk.bytes);
     SyncHalf();
     if (Leads()) {
       __threadfence_system();
@@ -130,12 +175,48 @@ __device__ __forceinline__ bool Send(const ExchangeParams& p, const Running& run
   }
   return true;
 }
+__device__ __forceinline__ bool Send(const ExchangeParams& p, const Running& run, int target, int lane) {
+  if (p.sources) return SendChunks(p, run, target, lane, UnitChunks<true>(p, p.rank, target, lane));
+  uint64_t first;
+  const Message message = Outgoing(p, target, &first);
+  if (p.send_sizes && Leads() && lane == 0) {
+    reinterpret_cast<Message*>(run.data[target] + p.offsets)[p.rank] = message;
+    __threadfence_system();
+    StoreRelaxedSystem(MessageFlag(p, run, p.rank, target), run.epoch);
+  }
+  const uint64_t bytes = static_cast<uint64_t>(message.units) * p.unit_bytes;
+  return SendChunks(p, run, target, lane, ContiguousChunks(p, first * p.unit_bytes, bytes, lane));
+}
 
-// Receives one lane from `source`. Returns false if the group has failed.
+// Receives one lane from `source`. `fits`: else the chunks are dropped. Returns false if the group has failed.
+template <class Chunks>
+__device__ __forceinline__ bool ReceiveChunks(const ExchangeParams& p, const Running& run, int source, int lane,
+                                              bool fits, Chunks chunks) {
+  __shared__ bool arrived;
+  const uint32_t epoch = run.epoch;
+  const Lane way = LaneOf(p, run, source, p.rank, lane);
+  for (uint64_t n = 0; n < chunks.count; ++n) {
+    SyncHalf();
+    if (Leads()) arrived = WaitFlag(way.chunk_flags + n, run, epoch, Step::kRows, source);
+    SyncHalf();
+    if (!arrived) return false;
+    const Chunk chunk = chunks(n);
+    if (fits) CopyBytes(p.output + chunk.at, way.ring + n % p.ring_chunks * p.chunk_bytes, chunk.bytes);
+    SyncHalf();
+    // Only credits that the sender awaits: any other might arrive when the sender is two operations ahead
+    // (workspace.h).
+    if (Leads() && n + p.ring_chunks < chunks.count) {
+      __threadfence_system();
+      StoreRelaxedSystem(way.credit_flags + n, epoch);
+    }
+  }
+  return true;
+}
 __device__ __forceinline__ bool Receive(const ExchangeParams& p, const Running& run, int source, int lane) {
   __shared__ Message message;
   __shared__ bool arrived;
   const uint32_t epoch = run.epoch;
+  if (p.sources) return ReceiveChunks(p, run, source, lane, true, UnitChunks<false>(p, source, p.rank, lane));
   if (Leads()) {
     arrived = true;
     if (p.send_sizes) {
@@ -150,31 +231,33 @@ __device__ __forceinline__ bool Receive(const ExchangeParams& p, const Running& 
   }
   SyncHalf();
   if (!arrived) return false;
-  const Lane way = LaneOf(p, run, source, p.rank, lane);
   const uint64_t bytes = static_cast<uint64_t>(max(0, message.units)) * p.unit_bytes;
-  const bool fits = Fits(p, message);
-  char* to = p.output + static_cast<int64_t>(message.offset) * static_cast<int64_t>(p.unit_bytes);
-  for (uint64_t n = 0; n < p.max_chunks; ++n) {
-    const uint64_t begin = (n * p.lanes + lane) * p.chunk_bytes;
-    if (begin >= bytes) break;
-    SyncHalf();
-    if (Leads()) arrived = WaitFlag(way.chunk_flags + n, run, epoch, Step::kRows, source);
-    SyncHalf();
-    if (!arrived) return false;
-    if (fits) CopyBytes(to + begin, way.ring + n % p.ring_chunks * p.chunk_bytes, min(p.chunk_bytes, bytes - begin));
-    SyncHalf();
-    // Only credits that the sender awaits: any other might arrive when the sender is two operations ahead
-    // (workspace.h).
-    if (Leads() && begin + p.ring_chunks * p.lanes * p.chunk_bytes < bytes) {
-      __threadfence_system();
-      StoreRelaxedSystem(way.credit_flags + n, epoch);
+  const uint64_t to = static_cast<uint64_t>(message.offset) * p.unit_bytes;
+  return ReceiveChunks(p, run, source, lane, Fits(p, message), ContiguousChunks(p, to, bytes, lane));
+}
+
+// Copies one lane of the units that this rank gets from itself, and fills the units that it gets from no rank.
+__device__ __forceinline__ void CopyOwnUnits(const ExchangeParams& p, int lane) {
+  UnitChunks<true> from(p, p.rank, p.rank, lane);
+  UnitChunks<false> to(p, p.rank, p.rank, lane);
+  for (uint64_t n = 0; n < from.count; ++n) {
+    const Chunk chunk = from(n);
+    CopyBytes(p.output + to(n).at, p.operand + chunk.at, chunk.bytes);
+  }
+  const uint64_t stride = static_cast<uint64_t>(p.lanes) * kHalfThreads;
+  for (uint64_t unit = 0; unit < p.output_units; ++unit) {
+    const int source = p.sources[p.rank * p.output_units + unit];
+    if (source >= 0) continue;
+    char* at = p.output + unit * p.unit_bytes;
+    for (uint64_t b = lane * kHalfThreads + threadIdx.x % kHalfThreads; b < p.unit_bytes; b += stride) {
+      at[b] = static_cast<char>(source == -1 ? 0 : p.lost);
     }
   }
-  return true;
 }
 
 // Copies this rank's own message; the receiving half does it.
 __device__ __forceinline__ void CopyOwn(const ExchangeParams& p, int lane) {
+  if (p.sources) return CopyOwnUnits(p, lane);
   uint64_t first;
   const Message message = Outgoing(p, p.rank, &first);
   if (!Fits(p, message)) return;

@@ -18,17 +18,21 @@ using xen_moe::Element;
 using xen_moe::Layout;
 using xen_moe::Operation;
 
+constexpr uint8_t kLost = 0x7F;  // bytes of a unit that gets weights from no rank
+
 // One operation of a group of ranks, with its inputs for every rank.
 struct Problem {
   Operation operation = Operation::kDispatch;
   Layout layout = Layout::kGrouped;
   Element element = Element::kF32;
   bool scaled = false, weighted = true, ragged = false;
+  bool by_table = false;  // an exchange that moves weights: tokens units of a rank to capacity units of every rank
   int ranks = 2, ranks_per_node = 0, tokens = 4, top_k = 2, experts = 4, hidden = 64, capacity = 0, alignment = 1;
   int blocks = 4, push_blocks = 2, slices = 1, parts = 1, segment_tokens = 4;
   bool solo = false;
   bool low_latency = false;  // if the kernels take it
   bool bulk = false;         // rows placed by bulk copies
+  bool by_home = false;      // a combine of rows that are not at home
   int chunk_tokens = 0;      // tokens that cross to another node together; 0: one node
   int ring_tokens = 0;       // tokens of a source that have a staged row at once, if so many ranks have rings; 0: all
   int lanes = 2, ring_chunks = 2, chunk_bytes = 256;
@@ -314,11 +318,83 @@ inline std::vector<RankCase> ReferenceCombine(const Problem& p, std::mt19937& rn
   return out;
 }
 
+// Combine by home. Inputs: y, topk_idx, positions, none, homes, router weights. Output: out.
+inline std::vector<RankCase> ReferenceHomeCombine(const Problem& p, std::mt19937& rng) {
+  RoutingCase routing = MakeRouting(p, rng);
+  const int T = p.tokens, K = p.top_k, L = p.local_experts(), H = p.hidden;
+  std::vector<std::vector<float>> y;
+  for (int r = 0; r < p.ranks; ++r) y.push_back(RandomRows(rng, static_cast<int64_t>(p.capacity) * H, p.element));
+  std::vector<RankCase> out;
+  for (int r = 0; r < p.ranks; ++r) {
+    std::vector<int> homes;
+    std::vector<float>& weights = routing.topk_weights[r];
+    for (float& w : weights) w /= 3;  // so that no sum is exact: its order shows
+    for (int i = 0; i < T * K; ++i) homes.push_back(static_cast<int>(rng() % p.ranks));
+    std::vector<float> total(static_cast<size_t>(T) * H, 0.0f);
+    for (int t = 0; t < T; ++t) {
+      for (int home = 0; home < p.ranks; ++home) {
+        std::vector<float> partials(H, 0.0f);
+        for (int k = 0; k < K; ++k) {
+          const int e = routing.topk_idx[r][t * K + k];
+          if (e < 0 || e >= p.experts || !p.moves(r, e / L) || homes[t * K + k] != home) continue;
+          const int row = routing.positions[e / L][(static_cast<size_t>(r) * T + t) * K + k];
+          for (int h = 0; h < H && row >= 0; ++h) {
+            const float value = y[e / L][static_cast<size_t>(row) * H + h];
+            const volatile float term = p.weighted ? weights[t * K + k] * value : value;  // no fused multiply-add
+            partials[h] += term;
+          }
+        }
+        for (int h = 0; h < H; ++h) total[static_cast<size_t>(t) * H + h] += Rounded(partials[h], p.element);
+      }
+    }
+    RankCase c;
+    c.inputs = {Encode(y[r], p.element), ToBytes(routing.topk_idx[r]),           ToBytes(routing.positions[r]), Bytes(),
+                ToBytes(homes),          p.weighted ? ToBytes(weights) : Bytes()};
+    const Bytes bytes = Encode(total, p.element);
+    c.outputs.push_back(Output{bytes, Bytes(bytes.size(), 0xFF), 0xFF});
+    out.push_back(c);
+  }
+  return out;
+}
+
+// Inputs: operand, sources.
+inline std::vector<RankCase> ReferenceMove(const Problem& p, std::mt19937& rng) {
+  const size_t unit = p.hidden;
+  std::vector<int> sources;
+  std::vector<Bytes> operands;
+  for (int r = 0; r < p.ranks; ++r) {
+    operands.emplace_back(p.tokens * unit);
+    for (uint8_t& b : operands[r]) b = static_cast<uint8_t>(rng() % 251);
+    for (int i = 0; i < p.capacity; ++i) {
+      sources.push_back(rng() % 5 ? static_cast<int>(rng() % (p.ranks * p.tokens)) : -1 - static_cast<int>(rng() % 2));
+    }
+  }
+  std::vector<RankCase> out;
+  for (int r = 0; r < p.ranks; ++r) {
+    Bytes bytes;
+    for (int i = 0; i < p.capacity; ++i) {
+      const int from = sources[r * p.capacity + i];
+      if (from >= 0) {
+        const uint8_t* const at = operands[from / p.tokens].data() + from % p.tokens * unit;
+        bytes.insert(bytes.end(), at, at + unit);
+      } else {
+        bytes.insert(bytes.end(), unit, from == -1 ? 0 : kLost);
+      }
+    }
+    RankCase c;
+    c.inputs = {operands[r], ToBytes(sources)};
+    c.outputs.push_back(Output{bytes, Bytes(bytes.size(), 0xFF), 0xFF});
+    out.push_back(c);
+  }
+  return out;
+}
+
 // `hidden` bytes are a unit; `capacity` units an output. all_to_all: tokens units to each rank. Inputs: operand, then,
 // ragged, input_offsets, send_sizes, output_offsets. Bytes that no rank writes keep the fill byte (world.h).
 inline std::vector<RankCase> ReferenceExchange(const Problem& p, std::mt19937& rng, uint8_t fill) {
   const size_t unit = p.hidden;
   const int R = p.ranks;
+  if (p.by_table) return ReferenceMove(p, rng);
   std::vector<Bytes> operands;
   std::vector<std::vector<int>> from(R), sizes(R), to(R);
   std::vector<std::vector<int>> taken(R, std::vector<int>(R));  // [target][source]
@@ -356,7 +432,7 @@ constexpr uint8_t kFill = 0xEE;  // contents of outputs and of the space between
 
 inline std::vector<RankCase> Reference(const Problem& p) {
   std::mt19937 rng(p.seed);
-  if (p.operation == Operation::kCombine) return ReferenceCombine(p, rng);
+  if (p.operation == Operation::kCombine) return p.by_home ? ReferenceHomeCombine(p, rng) : ReferenceCombine(p, rng);
   if (p.operation == Operation::kExchange) return ReferenceExchange(p, rng, kFill);
   return ReferenceDispatch(p, rng);
 }
@@ -381,6 +457,7 @@ inline Problem RandomProblem(std::mt19937& rng, int ranks, int most_blocks) {
     p.ring_chunks = pick({1, 2, 4});
     p.lanes = 1 + static_cast<int>(rng() % std::max(1, most_blocks / ranks));
     p.capacity = ranks * p.tokens + (p.ragged ? 1 : 0);
+    if (rng() % 3 == 0) p.by_table = true, p.ragged = false, p.capacity = pick({1, 3, 9});
     return p;
   }
   p.element =
@@ -403,6 +480,10 @@ inline Problem RandomProblem(std::mt19937& rng, int ranks, int most_blocks) {
   if (p.element != Element::kByte) p.wire = static_cast<xen_moe::WireType>(pick({0, 0, 1, 2}));
   p.ue8m0 = rng() % 2;
   p.bulk = rng() % 2;
+  if (p.operation == Operation::kCombine && p.layout != Layout::kRanked && p.hidden % 8 == 0 &&
+      ranks <= xen_moe::kSmallGroup && rng() % 3 == 0) {
+    p.by_home = true, p.low_latency = false, p.wire = xen_moe::WireType::kNative;
+  }
   return p;
 }
 

@@ -302,7 +302,7 @@ std::string Shapes(const Options& o) {
     Expect(f.rank == o.ranks - 1, Text("rank %d was named", f.rank));
     const bool units = p.operation == Operation::kExchange;  // an exchange reports the operand's units
     auto told = [&](const Problem& q) {
-      return static_cast<uint32_t>(!units ? q.tokens : q.ragged ? o.ranks * q.tokens : o.ranks);
+      return static_cast<uint32_t>(!units || q.by_table ? q.tokens : q.ragged ? o.ranks * q.tokens : o.ranks);
     };
     for (const RankState& state : world.states) {
       const auto sent = [&](const Descriptor& d) { return units ? d.exchange.operand_units : d.routed.tokens; };
@@ -429,6 +429,7 @@ std::string Indices(const Options& o) {
       };
       if (p.operation == Operation::kCombine) {
         spoil(2, true);
+        if (p.by_home) spoil(4, false);
       } else if (p.operation == Operation::kRedispatch) {
         spoil(3, true);
         if (trial % 2) spoil(4, false), bad_counts = true;
@@ -669,7 +670,7 @@ const std::vector<Scenario>& Scenarios() {
       {"graphs", Graphs, 60},   {"members", Members, 60},
       {"wide", Wide, 60},       {"leaver", Leaver, 60},
       {"rings", Rings, 60},     {"random", Random, 60},
-      {"unmet", Unmet, 60},
+      {"unmet", Unmet, 60},     {"balance", Balance, 60},
   };
   return all;
 }

@@ -22,6 +22,8 @@ struct Scenario {
 
 const std::vector<Scenario>& Scenarios();
 
+// Combines by home and moved weights: balance.cu.
+std::string Balance(const Options& options);
 // Inactive ranks: members.cu.
 std::string Members(const Options& options);
 std::string Leaver(const Options& options);

@@ -186,10 +186,15 @@ Prepared::Prepared(const Problem& p, const RankCase& c, const RankState& rank, u
     ExchangeParams& e = exchange;
     e.call = call;
     e.ranks = p.ranks, e.rank = rank.rank, e.poison = 0xFF, e.chunk_bytes = p.chunk_bytes;
-    e.ring_chunks = p.ring_chunks, e.lanes = p.lanes, e.unit_bytes = p.ragged ? p.hidden : p.hidden * p.tokens;
+    e.ring_chunks = p.ring_chunks, e.lanes = p.lanes,
+    e.unit_bytes = p.ragged || p.by_table ? p.hidden : p.hidden * p.tokens;
     e.operand_units = p.ragged ? p.ranks * p.tokens : p.ranks;
     e.output_units = p.ragged ? p.capacity : p.ranks;
     e.operand = inputs_[0], e.output = out(0);
+    if (p.by_table) {
+      e.by_table = true, e.lost = kLost, e.sources = Input(1);
+      e.operand_units = p.tokens, e.output_units = p.capacity;
+    }
     if (p.ragged) e.input_offsets = Input(1), e.send_sizes = Input(2), e.output_offsets = Input(3);
     PlanExchange(&e, p.ragged);
     Describe(&e, p.ragged, static_cast<uint32_t>(p.element), p.site);
@@ -197,9 +202,12 @@ Prepared::Prepared(const Problem& p, const RankCase& c, const RankState& rank, u
     CombineParams& k = combine;
     k.call = call, k.routing = r, k.schedule = s, k.element = p.element;
     k.wire = p.wire, k.ue8m0 = p.ue8m0;
+    k.by_home = p.by_home;
     k.staging = s.low_latency ? PlanLowLatency(r, p.operation, p.element, false)
+                : p.by_home   ? PlanHomeStaging(r, s, p.element)
                               : PlanStaging(r, s, p.element, p.wire, false, rings);
     k.y = inputs_[0], k.topk_idx = Input(1), k.positions = Input(2), k.weights = reinterpret_cast<float*>(inputs_[3]);
+    if (p.by_home) k.home = Input(4), k.topk_weights = reinterpret_cast<float*>(inputs_[5]);
     k.out = out(0);
     Describe(&k, k.weights != nullptr, static_cast<uint32_t>(p.element), p.site);
   } else {

@@ -101,7 +101,7 @@ inline Problem NodeProblem(std::mt19937& rng, const NodeOptions& o, int i, bool 
       if (p.top_k < 4 || p.tokens < 16) continue;
       if (!few && (p.hidden % 8 == 0) != (layout == 2)) continue;  // octet by octet, and streamed
     }
-    p.ranks_per_node = o.per_node, p.low_latency = few, p.bulk = false;
+    p.ranks_per_node = o.per_node, p.low_latency = few, p.bulk = p.by_home = false;
     if (few) {  // what those take
       if (p.operation == Operation::kRedispatch || p.hidden * p.element_bytes() % 16) continue;
       if (p.scaled && p.scale_blocks() % 4) continue;
