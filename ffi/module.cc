@@ -85,6 +85,14 @@ std::string NoLowLatency(bool combine, int ranks, int ranks_per_node, int tokens
   return why ? why : "";
 }
 
+// Returns "", or why no kernel combines rows of these shapes by home.
+std::string NoHomeCombine(int ranks, int ranks_per_node, int hidden, int layout) {
+  Routing r{};
+  r.ranks = ranks, r.ranks_per_node = ranks_per_node, r.hidden = hidden, r.layout = static_cast<Layout>(layout);
+  const char* why = WhyNotByHome(r, WireType::kNative, false, 0);
+  return why ? why : "";
+}
+
 template <size_t N>
 nb::tuple Names(const char* const (&names)[N]) {
   nb::list out;
@@ -146,6 +154,7 @@ NB_MODULE(_cuda, m) {
   });
   m.def("no_low_latency", &NoLowLatency, "combine"_a, "ranks"_a, "ranks_per_node"_a, "num_tokens"_a, "top_k"_a,
         "num_experts"_a, "hidden"_a, "layout"_a, "dtype"_a, "wire"_a, "chunk_tokens"_a);
+  m.def("no_home_combine", &NoHomeCombine, "ranks"_a, "ranks_per_node"_a, "hidden"_a, "layout"_a);
   m.def("dispatch_staging_bytes", &StagingBytes<DispatchPlan>);
   m.def("home_combine_staging_bytes", &StagingBytes<HomeCombinePlan>);
   BindMemory(m, &CudaDevices(), NcclLinkKernels());
