@@ -3,8 +3,9 @@
 A combine rounds the sum of a token's rows on each rank that holds them. Which rows are added before a rounding then
 depends on the placement, and so would the result. Here every row travels by itself, in its own dtype, and the token's
 rank does what the homes would have done: it adds the rows of each home in slot order, rounds, and adds these sums in
-ascending order of the homes. Rows by themselves are a combine of `T * K` tokens with one slot each, which every backend
-has, or one after another for each slot (`AT_ONCE`). Derivatives are those of the usual combine.
+ascending order of the homes. The CUDA backend has a kernel for it (cuda_kernels/combine/home.cuh). Elsewhere rows by
+themselves are a combine of `T * K` tokens with one slot each, which every backend has, or one after another for each
+slot (`AT_ONCE`). Derivatives are those of the usual combine.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from jax.interpreters import ad
 from xen_moe_jax import _moe_primitives as primitives
 from xen_moe_jax import _nodes, _shapes
 from xen_moe_jax import _single_ops as ops
-from xen_moe_jax._primitive import declare_composite
+from xen_moe_jax._primitive import declare
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.rounding import multiply_rounded, round_to, runtime_zero
 
 AT_ONCE = 4096
 """Up to this many rows `T * K` travel in one combine. Memory for a combine grows with ranks times tokens, so that more
 rows take a combine for each slot, one after another."""
+MOST_UNROLLED = 16
 
 
 def slots_at_once(num_tokens: int, top_k: int) -> int:
@@ -93,13 +95,14 @@ def _add_up(rows: jax.Array, home: jax.Array, weights: jax.Array | None, per_nod
 
     zeros = jnp.zeros((num_tokens, rows.shape[-1]), jnp.float32)
     state = zeros, zeros, zeros, keys[:, 0]
-    home_sum, node_sum, total, _ = lax.fori_loop(0, top_k, add, state)
+    # Written out, few slots are one elementwise operation; a loop would carry the sums through memory.
+    home_sum, node_sum, total, _ = lax.fori_loop(0, top_k, add, state, unroll=top_k <= MOST_UNROLLED)
     return (total + rounded(node_sum + rounded(home_sum))).astype(rows.dtype)
 
 
 # Operands: those of a combine, then `home int32 [T, K]` (`homes`) and the router weights `[T, K]` of the rank's tokens,
 # of which no derivative is taken: the rows' weights, which the dispatch has sent, carry it.
-combine_at_home_p = declare_composite("combine_at_home", _shapes.combine, _combine)
+combine_at_home_p = declare("combine_at_home", _shapes.combine, otherwise=_combine)
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:

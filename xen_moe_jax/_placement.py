@@ -21,7 +21,7 @@ from xen_moe_jax import _single_ops as ops
 from xen_moe_jax._collective_primitives import ragged_all_to_all_p
 from xen_moe_jax._config import DEFAULT_CONFIG, KernelConfig
 from xen_moe_jax._moe_primitives import transposed_by
-from xen_moe_jax._primitive import declare_composite
+from xen_moe_jax._primitive import declare
 from xen_moe_jax._types import export_as, pytree
 
 
@@ -371,8 +371,8 @@ def _rows(rows: str, array: Any, *_: Any, **params: Any) -> Any:
 
 
 # Operands: the weights of a rank's slots, and `source int32 [R, S_new]` (`sources`), the same on every rank.
-move_p = declare_composite("move_weights", functools.partial(_rows, "new_slots"), _move)
-reduce_p = declare_composite("reduce_gradients", functools.partial(_rows, "old_slots"), _reduce)
+move_p = declare("move_weights", functools.partial(_rows, "new_slots"), otherwise=_move)
+reduce_p = declare("reduce_gradients", functools.partial(_rows, "old_slots"), otherwise=_reduce)
 transposed_by(move_p, reduce_p)
 transposed_by(reduce_p, move_p)
 

@@ -19,7 +19,7 @@ from jax.interpreters import batching, mlir
 
 from xen_moe_jax import _jax_internals, _mesh, _nodes, _profiles, _ranks, _tested_jax, backends
 from xen_moe_jax._shapes import ShapeDtype
-from xen_moe_jax.backends.base import Call, Exchange
+from xen_moe_jax.backends.base import Call, Exchange, Move
 
 _declared: list[Primitive] = []
 PLATFORMS = (None, "cpu", "tpu", "cuda")
@@ -133,22 +133,25 @@ def _lowering(
         axis_name = _axis_of(params)
         backend = backends.for_lowering(platform, params["config"], axis_name)
         function = backend.operation(operation)
-        if function is None:
-            if otherwise is None:
-                raise NotImplementedError(f"the {backend.name} backend does not run {operation}")
-            return _lower(ctx, operands, _plain_avals(ctx), functools.partial(otherwise, **params))
+        if function is None and otherwise is None:
+            raise NotImplementedError(f"the {backend.name} backend does not run {operation}")
+        known = {name: value for name, value in params.items() if name not in NOT_FOR_BACKENDS}
+        known["config"] = _tuned_config(operation, ctx, params)
+        avals = _plain_avals(ctx)
+        call: Any = None
+        if function is not None:
+            call = (Call if "spec" in known else Move if "new_slots" in known else Exchange)(**known)
+        if function is None or (otherwise is not None and not backend.runs(operation, avals, call)):
+            return _lower(ctx, operands, avals, functools.partial(otherwise, **params))  # type: ignore[arg-type]
         backend.check_wire(params.get("wire"))
         if "spec" in params and not backend.takes_nodes:
             _nodes.check_backend(params["spec"], params["config"], backend.name)
-        known = {name: value for name, value in params.items() if name not in NOT_FOR_BACKENDS}
-        known["config"] = _tuned_config(operation, ctx, params)
-        call = Call(**known) if "spec" in known else Exchange(**known)
         run: Callable[..., Any] = functools.partial(function, call)
         if mask is not None and not backend.takes_active:
             run = _masked(run, mask, finish, params["spec"])
         if _ranks.in_group(axis_name):
             run = _guarded(run, operation, axis_name, takes_active=mask is not None)
-        avals = backend.operand_avals(operation, _plain_avals(ctx), call)
+        avals = backend.operand_avals(operation, avals, call)
         with jax.enable_x64(False) if backend.in_32_bits else contextlib.nullcontext():
             return _lower(ctx, operands, avals, run)
 

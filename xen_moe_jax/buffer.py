@@ -64,9 +64,8 @@ def buffer_size_hint(
         return size(**checked, wire=parsed, **common)
     slots = _validate.integer(slots_per_rank, "slots_per_rank", caller, minimum=1)
     checked["num_experts"] = checked["num_ranks"] * slots
-    tokens = checked["num_tokens"] * _home_sums.slots_at_once(checked["num_tokens"], checked["top_k"])
-    back = size(**checked | {"num_tokens": tokens, "top_k": 1}, wire=None, **common)
-    return max(size(**checked, wire=parsed, **common), back)
+    rows_at_once = checked["num_tokens"] * _home_sums.slots_at_once(checked["num_tokens"], checked["top_k"])
+    return size(**checked, wire=parsed, rows_at_once=rows_at_once, **common)
 
 
 def checked_nodes(ranks_per_node: Any, num_ranks: int, caller: str) -> int:

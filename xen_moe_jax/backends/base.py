@@ -58,6 +58,23 @@ class Exchange:
         return None if self.axis_index_groups is None else [list(group) for group in self.axis_index_groups]
 
 
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """Static half of moved weights and of gradients that are added up at home.
+
+    Attributes:
+      axis_name, axis_sizes: mesh axes over which a placement's ranks are numbered.
+      old_slots, new_slots: slots of a rank, in the old and in the new placement.
+      config: tuning.
+    """
+
+    axis_name: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+    old_slots: int
+    new_slots: int
+    config: KernelConfig
+
+
 type Operation = Callable[..., Any]
 """`operation(call, *operands)`: the static half, then the operands of the primitive (docs/design/internals.md)."""
 
@@ -71,7 +88,13 @@ class Backend:
       dispatch, combine, redispatch: take a `Call` and operands. all_to_all, ragged_all_to_all: take an `Exchange`.
       weights_to_rows, weights_from_rows: move one number for each slot of a token to its rows, and back. None: an
         all-to-all of all slots for all ranks does it.
+      combine_at_home: a combine whose rows are added as at their homes (`_home_sums.py`). None: rows travel in combines
+        of one slot for each token.
+      move_weights, reduce_gradients: take a `Move`, arrays, and `source int32 [R, S_new]` (`_placement.py`). None: an
+        exchange for each slot does it.
       gather_words: takes `words int32 [N]` and `active`, returns `[R, N]`. None: an all-gather of XLA does it.
+      runs: `runs(operation, avals, static)` returns False for operands with which one of these operations does not run:
+        then it is done as where there is None.
       check_available: raises `BackendUnavailable` where the backend cannot run.
       register: makes the operations known to programs that another process compiled or exported.
       takes_active: operations take `active` as an operand and wait for no inactive rank. Otherwise the operands are
@@ -102,7 +125,11 @@ class Backend:
     ragged_all_to_all: Operation
     weights_to_rows: Operation | None = None
     weights_from_rows: Operation | None = None
+    combine_at_home: Operation | None = None
+    move_weights: Operation | None = None
+    reduce_gradients: Operation | None = None
     gather_words: Operation | None = None
+    runs: Callable[[str, Sequence[Any], Any], bool] = lambda operation, avals, static: True
     check_available: Callable[[], None] = lambda: None
     register: Callable[[], None] = lambda: None
     takes_active: bool = False
@@ -118,7 +145,7 @@ class Backend:
     dispatch_pending: Callable[..., list[ShapeDtype]] | None = None
     combine_pending: Callable[..., list[ShapeDtype]] | None = None
     received_by_xla: Callable[[Spec], tuple[int, ...]] = lambda spec: ()
-    operand_avals: Callable[[str, Sequence[Any], Call | Exchange], Sequence[Any]] = lambda operation, avals, call: avals
+    operand_avals: Callable[[str, Sequence[Any], Any], Sequence[Any]] = lambda operation, avals, call: avals
 
     open_buffer: Callable[..., Any] | None = None
     buffer_size_hint: Callable[..., int] | None = None

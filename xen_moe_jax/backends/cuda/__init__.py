@@ -4,8 +4,17 @@ Calls go to `xen_moe_jax._cuda` (`cuda_kernels/` and `ffi/`, compiled) through X
 capturable in CUDA graphs. See docs/design/cuda.md.
 """
 
+from typing import Any
+
 from xen_moe_jax.backends.base import Backend
 from xen_moe_jax.backends.cuda import collectives, combine, dispatch, gather, memory, module, start_done
+
+
+def _runs(operation: str, avals: Any, static: Any) -> bool:
+    if operation == "combine_at_home":
+        return combine.combines_at_home(static, avals[0])
+    return operation not in ("move_weights", "reduce_gradients") or collectives.moves(static, avals[0])
+
 
 BACKEND = Backend(
     name="cuda",
@@ -14,7 +23,11 @@ BACKEND = Backend(
     redispatch=dispatch.redispatch,
     all_to_all=collectives.all_to_all,
     ragged_all_to_all=collectives.ragged_all_to_all,
+    combine_at_home=combine.combine_at_home,
+    move_weights=collectives.move_weights,
+    reduce_gradients=collectives.reduce_gradients,
     gather_words=gather.gather_words,
+    runs=_runs,
     check_available=module.check_available,
     register=module.register,
     takes_active=True,

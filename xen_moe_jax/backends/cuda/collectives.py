@@ -1,4 +1,4 @@
-"""all_to_all and ragged_all_to_all as FFI calls: shapes into `[ranks, bytes]` and back."""
+"""all_to_all, ragged_all_to_all and moved weights as FFI calls: shapes into `[ranks, bytes]` and back."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xen_moe_jax import _mesh, _nodes
+from xen_moe_jax import _layout, _mesh, _nodes
 from xen_moe_jax._config import KernelConfig
-from xen_moe_jax.backends.base import Exchange
+from xen_moe_jax.backends.base import Exchange, Move
 from xen_moe_jax.backends.cuda import call, devices, module
 from xen_moe_jax.backends.cuda import schedule as schedules
 
@@ -104,3 +104,70 @@ def ragged_all_to_all(exchange: Exchange, operand: jax.Array, output: jax.Array,
         "xen_moe_exchange", (operand, output, *sizes), results, keys, attrs, input_output_aliases={1: 0}
     )
     return out
+
+
+def moves(move: Move, weights: Any) -> bool:
+    """Whether one exchange moves weights like these: within a node, whole bytes, and not empty."""
+    ranks = int(np.prod(move.axis_sizes))
+    few = ranks <= module.compiled().max_ranks and not _nodes.several(ranks, move.config)
+    return (
+        few
+        and 0 not in weights.shape
+        and move.new_slots > 0
+        and jnp.dtype(weights.dtype).name not in ("int2", "uint2", "int4", "uint4")
+    )
+
+
+def move_weights(move: Move, weights: jax.Array, source: jax.Array) -> jax.Array:
+    """`weights [S_old, ...]` and `source int32 [R, S_new]` (`_placement.sources`) -> `[S_new, ...]`."""
+    mesh = _mesh.lowering_mesh()
+    ranks, slots = source.shape
+    unit_bytes = int(np.prod(weights.shape[1:], dtype=np.int64)) * weights.dtype.itemsize
+    attrs = _attributes(
+        move.config,
+        devices.num_sms(mesh),
+        ranks,
+        unit_bytes * slots,
+        weights.dtype,
+        unit_bytes=unit_bytes,
+        operand_units=weights.shape[0],
+        output_units=slots,
+        ragged=0,
+    )
+    attrs["lost"] = attrs["poison"] if jnp.issubdtype(weights.dtype, jnp.floating) else 0
+    results = [jax.ShapeDtypeStruct((slots, *weights.shape[1:]), weights.dtype)]
+    keys = devices.groups(mesh, move.axis_name)
+    (out,) = call.ffi_call("xen_moe_move_weights", (weights, source), results, keys, attrs)
+    return out
+
+
+def reduce_gradients(move: Move, gradients: jax.Array, source: jax.Array) -> jax.Array:
+    """Adds up `gradients [S_new, ...]` at the slots of `source int32 [R, S_new]`: `[S_old, ...]`.
+
+    Turn `n` moves the `n`-th replica's gradient to every home. All ranks take as many turns, since all have `source`.
+    """
+    ranks = source.shape[0]
+    flat, rows = source.reshape(-1), ranks * move.old_slots
+    order, _ = _layout.order_within_bins(flat, rows)
+    order = jnp.where(flat >= 0, order, -1)
+    me = lax.axis_index(move.axis_name)
+
+    def came(turn: Any) -> tuple[jax.Array, jax.Array]:
+        slots = lax.iota(jnp.int32, flat.size)
+        table = jnp.full(rows, -1, jnp.int32).at[jnp.where(order == turn, flat, rows)].set(slots, mode="drop")
+        table = table.reshape(ranks, move.old_slots)
+        mine = lax.dynamic_index_in_dim(table, me, 0, keepdims=False) >= 0
+        return move_weights(move, gradients, table), mine.reshape(-1, *[1] * (gradients.ndim - 1))
+
+    def add(state: Any) -> Any:
+        turn, total = state
+        part, mine = came(turn)
+        return turn + 1, jnp.where(mine, total + part.astype(jnp.float32), total)
+
+    def all_turns() -> jax.Array:
+        state = jnp.int32(1), first.astype(jnp.float32)
+        return lax.while_loop(lambda state: state[0] <= deepest, add, state)[1].astype(gradients.dtype)
+
+    first, _ = came(0)
+    deepest = jnp.max(order)
+    return lax.cond(deepest > 0, all_turns, lambda: first)

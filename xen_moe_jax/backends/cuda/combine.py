@@ -1,12 +1,14 @@
-"""Combine as an FFI call."""
+"""Combine as an FFI call, and combine by home."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
-from xen_moe_jax import _active, _mesh
+from xen_moe_jax import _active, _mesh, _nodes
 from xen_moe_jax.backends.base import Call
-from xen_moe_jax.backends.cuda import devices
+from xen_moe_jax.backends.cuda import devices, module
 from xen_moe_jax.backends.cuda import schedule as schedules
 from xen_moe_jax.backends.cuda.call import active_operand, attributes, ffi_call
 
@@ -49,4 +51,39 @@ def combine(
     results = [jax.ShapeDtypeStruct((spec.num_tokens, hidden), y.dtype)]
     operands = (y, topk_idx, positions, recv_counts, active_operand(active), weights)
     (out,) = ffi_call("xen_moe_combine", operands, results, devices.groups(mesh, spec.axis_name), attrs)
+    return out
+
+
+def combines_at_home(call: Call, y: Any) -> bool:
+    """Whether a kernel runs `combine_at_home` of rows like `y`."""
+    names, spec = module.compiled(), call.spec
+    return not names.no_home_combine(
+        ranks=spec.num_ranks,
+        ranks_per_node=_nodes.ranks_per_node(spec, call.config),
+        hidden=y.shape[-1],
+        layout=names.layouts.index(spec.layout),
+    )
+
+
+def combine_at_home(
+    call: Call,
+    y: jax.Array,
+    topk_idx: jax.Array,
+    positions: jax.Array,
+    recv_counts: jax.Array,
+    active: jax.Array,
+    weights: jax.Array,
+    home: jax.Array,
+    topk_weights: jax.Array,
+) -> jax.Array:
+    """`y [C, H]` (padded `[L, R*T, H]`) -> `[T, H]` of `y.dtype`, added by `home int32 [T, K]`."""
+    del weights  # rows are multiplied on their token's rank
+    spec, config = call.spec, call.config
+    mesh, hidden = _mesh.lowering_mesh(), y.shape[-1]
+    schedule = schedules.combine(spec, hidden, config, devices.num_sms(mesh))
+    masked = _active.given(active)
+    attrs = attributes(spec, hidden, y.dtype, schedule, config, weighted=call.weighted, masked=masked)
+    operands = (y, topk_idx, positions, recv_counts, active_operand(active), home, topk_weights)
+    results = [jax.ShapeDtypeStruct((spec.num_tokens, hidden), y.dtype)]
+    (out,) = ffi_call("xen_moe_combine_at_home", operands, results, devices.groups(mesh, spec.axis_name), attrs)
     return out

@@ -37,8 +37,13 @@ def buffer_size_hint(
     dtype: Any,
     wire: Wire | None,
     ranks_per_node: int,
+    rows_at_once: int | None = None,
 ) -> int:
-    """Bytes of symmetric memory per rank that dispatch and combine of these shapes share."""
+    """Bytes of symmetric memory per rank that dispatch and combine of these shapes share.
+
+    `rows_at_once`: given for a combine at home (`_home_sums.py`), the rows that travel in one combine by themselves
+    where no kernel does it.
+    """
     capacity = worst_case_capacity(
         layout="grouped", num_ranks=num_ranks, num_tokens=num_tokens, top_k=top_k, num_experts=num_experts, alignment=1
     )
@@ -56,7 +61,16 @@ def buffer_size_hint(
     schedule = dataclasses.replace(any_sms, parts=min(16, parts), low_latency=low_latency)
     attrs = call.attributes(spec, hidden, dtype, schedule, config, wire=wire, scaled=scaled)
     attrs["chunk_tokens"] = schedules.chunk_tokens(spec, config)  # of the throughput kernels: they may run too
-    return module.compiled().dispatch_staging_bytes(attrs)
+    compiled = module.compiled()
+    most = compiled.dispatch_staging_bytes(attrs)
+    if rows_at_once is None:
+        return most
+    if compiled.no_home_combine(ranks=num_ranks, ranks_per_node=ranks_per_node, hidden=hidden, layout=attrs["layout"]):
+        alone = {"num_tokens": rows_at_once, "top_k": 1, "num_experts": num_experts, "ranks_per_node": ranks_per_node}
+        return max(most, buffer_size_hint(hidden=hidden, num_ranks=num_ranks, dtype=dtype, wire=None, **alone))
+    values = compiled.dtypes.index("bfloat16" if scaled else jnp.dtype(dtype).name)
+    home = {"low_latency": 0, "wire": 0, "dtype": values, "scaled": 0}
+    return max(most, compiled.home_combine_staging_bytes(attrs | home))
 
 
 class Memory:
