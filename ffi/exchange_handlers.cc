@@ -61,19 +61,21 @@ ffi::Error Exchange(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Exchan
                });
 }
 
-// operand [S_old, ...], sources [R, S_new] -> output [S_new, ...]
+// operand [S_old, ...], sources [R, S_new], active -> output [S_new, ...]
 ffi::Error Move(cudaStream_t stream, int32_t ordinal, ffi::RunId run, MovePlan* plan, ffi::AnyBuffer operand,
-                ffi::BufferR2<ffi::S32> sources, ffi::Result<ffi::AnyBuffer> output) {
+                ffi::BufferR2<ffi::S32> sources, ffi::BufferR1<ffi::PRED> active, ffi::Result<ffi::AnyBuffer> output) {
   ExchangeParams p = plan->params;
   ffi::Error error = CheckBytes(*plan, operand, *output);
   if (!error.success()) return error;
   error = CheckOnce(plan, [&] {
-    return std::vector<Expected>{{"sources", sources, ffi::S32, {p.ranks, static_cast<int64_t>(p.output_units)}}};
+    return std::vector<Expected>{{"sources", sources, ffi::S32, {p.ranks, static_cast<int64_t>(p.output_units)}},
+                                 {"active", active, ffi::PRED, {plan->masked ? p.ranks : 0}}};
   });
   if (!error.success()) return error;
   p.operand = static_cast<const char*>(operand.untyped_data());
   p.output = static_cast<char*>(output->untyped_data());
   p.sources = sources.typed_data();
+  p.call.active = plan->masked ? active.typed_data() : nullptr;
   return RunOn(*plan, p.call.needs, ordinal, stream, run, p.output,
                [&](const Member& member, cudaStream_t on, const Beginning& beginning) {
                  Bind(&p.call, member, beginning);
@@ -94,6 +96,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kMove, Move,
                                   .Ctx<ffi::State<MovePlan>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::BufferR2<ffi::S32>>()
+                                  .Arg<ffi::BufferR1<ffi::PRED>>()
                                   .Ret<ffi::AnyBuffer>(),
                               {ffi::Traits::kCmdBufferCompatible});
 

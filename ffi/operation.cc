@@ -78,6 +78,7 @@ constexpr Attribute<Plan> kRoutedPlanAttributes[] = {
 constexpr Attribute<DispatchPlan> kDispatchPlanAttributes[] = {{"scaled", &DispatchPlan::scaled}};
 constexpr Attribute<DispatchParams> kDispatchAttributes[] = {{"known_positions", &DispatchParams::known_positions}};
 constexpr Attribute<CombinePlan> kCombinePlanAttributes[] = {{"weighted", &CombinePlan::weighted}};
+constexpr Attribute<Plan> kMovePlanAttributes[] = {{"masked", &Plan::masked}};
 constexpr Attribute<ExchangeParams> kMoveAttributes[] = {{"lost", &ExchangeParams::lost, 0, 255}};
 constexpr Attribute<ExchangePlan> kExchangePlanAttributes[] = {{"ragged", &ExchangePlan::ragged}};
 
@@ -208,6 +209,7 @@ void Decode(const Attributes& attributes, MovePlan* plan) {
   Decode(attributes, static_cast<ExchangePlan*>(plan));
   ExchangeParams& p = plan->params;
   attributes.Decode(kMoveAttributes, &p);
+  attributes.Decode(kMovePlanAttributes, static_cast<Plan*>(plan));
   p.by_table = true;
   PlanExchange(&p, false);
   Describe(&p, false, 0, 0);

@@ -4,11 +4,13 @@ Every rank computes the same assignment from the counts of all ranks, integers a
 rank that has too many rows lends its largest experts to the ranks with the most room, at most `S - L` to each. Where
 that does not work out, because many small experts would have to move, all experts are packed anew, at most `L + 1` on
 a rank, which is always possible (`_pack`). Rows of an expert are numbered by (source rank, token, slot), and each rank
-that holds the expert takes consecutive ones.
+that holds the expert takes consecutive ones. Inactive ranks send and get no rows, and experts whose home is inactive
+have none, since their weights are out of reach.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -16,9 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from xen_moe_jax import _layout, _ranks
+from xen_moe_jax import _active, _layout, _ranks
 from xen_moe_jax import _single_ops as ops
-from xen_moe_jax._active import EVERY_RANK
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._drops import gather_words_p
 from xen_moe_jax._mesh import vary_over
@@ -28,29 +29,36 @@ from xen_moe_jax._primitive import declare_composite
 from xen_moe_jax._spec import Spec
 
 
-def assign(topk_idx: jax.Array, num_experts: int, spec: Spec, config: KernelConfig) -> tuple[Any, Placement]:
+def assign(
+    topk_idx: jax.Array, num_experts: int, active: jax.Array, spec: Spec, config: KernelConfig
+) -> tuple[Any, Placement, jax.Array | None]:
     """Chooses a slot for every slot of this rank's tokens.
 
     Args:
       topk_idx: integer `[T, K]`, experts; any other entry is an unused slot.
       num_experts: `E`.
+      active: bool `[R]`, or `_active.EVERY_RANK`.
       spec: of the dispatch, whose experts are the slots of all ranks.
 
     Returns:
-      int32 `[T, K]`, slots, -1 for unused ones; and the placement, the same on every rank.
+      int32 `[T, K]`, slots, -1 for unused ones; the placement, the same on every active rank; and `_active.withheld`,
+      None where every rank is active.
     """
-    (topk_idx,) = vary_over([_layout.sanitize(topk_idx, num_experts)], spec.axis_name)
-    slots, experts = assign_p.bind(topk_idx, spec=spec, num_experts=num_experts, config=config)
+    topk_idx, active = vary_over([_layout.sanitize(topk_idx, num_experts), active], spec.axis_name)
+    at_home = dataclasses.replace(spec, num_experts=num_experts)
+    kept = _active.entries(topk_idx, active, at_home)
+    withheld = _active.withheld(topk_idx, kept, at_home) if _active.given(active) else None
+    slots, experts = assign_p.bind(kept, active, spec=spec, num_experts=num_experts, config=config)
     placement = of_experts(experts, num_experts)
-    return slots, jax.tree.map(lambda array: checkpoint_name(array, HANDLE), placement)
+    return slots, jax.tree.map(lambda array: checkpoint_name(array, HANDLE), placement), withheld
 
 
-def _assign(topk_idx: Any, *, spec: Spec, num_experts: int, config: KernelConfig) -> tuple[Any, Any]:
+def _assign(topk_idx: Any, active: Any, *, spec: Spec, num_experts: int, config: KernelConfig) -> tuple[Any, Any]:
     slots = spec.local_experts
     flat = topk_idx.reshape(-1)
     order, own = _layout.order_within_bins(flat, num_experts)
-    (counts,) = gather_words_p.bind(own, EVERY_RANK, spec=spec, config=config)
-    parts = divide(counts, slots, spec.num_tokens * spec.top_k)
+    (counts,) = gather_words_p.bind(own, active, spec=spec, config=config)
+    parts = divide(counts, slots, spec.num_tokens * spec.top_k, active)
     me = _ranks.index(spec.axis_name)
     before = lax.dynamic_index_in_dim(_layout.exclusive_cumsum(counts, axis=0), me, 0, keepdims=False)
     expert = jnp.maximum(flat, 0)
@@ -64,7 +72,7 @@ def _assign(topk_idx: Any, *, spec: Spec, num_experts: int, config: KernelConfig
 
 assign_p = declare_composite(
     "assign_slots",
-    lambda topk_idx, *, spec, **_: [
+    lambda topk_idx, _, *, spec, **__: [
         (topk_idx.shape, jnp.int32),
         ((spec.num_ranks, spec.local_experts), jnp.int32),
     ],
@@ -72,24 +80,27 @@ assign_p = declare_composite(
 )
 
 
-def divide(counts: jax.Array, slots: int, most: int) -> jax.Array:
+def divide(counts: jax.Array, slots: int, most: int, active: Any = _active.EVERY_RANK) -> jax.Array:
     """int32 `[R, E]`: rows of each expert that a rank computes, at most `most` in all and of at most `slots` experts.
 
     Args:
       counts: int32 `[R, E]`, rows of each source for each expert; a source has at most `most`.
       slots: `S`, at least `L + 1` where there are several ranks.
+      active: bool `[R]`, or `_active.EVERY_RANK`. An inactive rank sends no rows and gets none, and experts whose home
+        it is have none.
     """
     ranks, num_experts = counts.shape
     local = -(-num_experts // ranks)
+    active = jnp.broadcast_to(active, (ranks,))
     rows = jnp.pad(jnp.sum(counts, axis=0, dtype=jnp.int32), (0, ranks * local - num_experts))
-    lent, done = _lend(rows.reshape(ranks, local), slots - local, most)
-    parts = lax.cond(done, lambda: lent, lambda: _pack(rows, ranks, most))
+    lent, done = _lend(rows.reshape(ranks, local), slots - local, most, active)
+    parts = lax.cond(done, lambda: lent, lambda: _pack(rows, ranks, most, active))
     return parts[:, :num_experts]
 
 
-def _lend(home: jax.Array, lendings: int, most: int) -> tuple[jax.Array, jax.Array]:
-    """Lends experts from their homes, rows `home [R, L]`. Returns `[R, R * L]`, and whether no rank is left with more
-    than `most` rows."""
+def _lend(home: jax.Array, lendings: int, most: int, active: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Lends experts from their homes, rows `home [R, L]`, to active ranks. Returns `[R, R * L]`, and whether no rank is
+    left with more than `most` rows."""
     ranks, local = home.shape
     load = jnp.sum(home, axis=1, dtype=jnp.int32)
     here = jnp.arange(ranks, dtype=jnp.int32)
@@ -115,23 +126,25 @@ def _lend(home: jax.Array, lendings: int, most: int) -> tuple[jax.Array, jax.Arr
         turn, _, load, _, _, moved = state
         return (turn < ranks * lendings) & moved & (jnp.max(load) > most)
 
-    left = jnp.full(ranks, lendings, jnp.int32)
+    left = jnp.where(active, jnp.int32(lendings), 0)
     state = jnp.int32(0), home, load, left, parts, jnp.bool_(True)
     _, _, load, _, parts, _ = lax.while_loop(more, one, state)
     return parts.reshape(ranks, ranks * local), jnp.max(load) <= most
 
 
-def _pack(rows: jax.Array, ranks: int, most: int) -> jax.Array:
-    """`[R, R * L]`: one rank after another gets `L` experts that are neighbours in the order of their rows, and as much
-    of the next larger one as fits.
+def _pack(rows: jax.Array, ranks: int, most: int, active: jax.Array) -> jax.Array:
+    """`[R, R * L]`: one active rank after another gets `L` experts that are neighbours in the order of their rows, and as
+    much of the next larger one as fits.
 
     Of `n * L` experts with at most `n * most` rows, the `L` smallest have at most `most`. The last run of `L`
     neighbours that has at most `most` rows is taken: then the next larger expert does not fit as a whole, or there is
-    none and no run has more. In both cases `(n - 1) * L` experts are left, with at most `(n - 1) * most` rows.
+    none and no run has more. In both cases `(n - 1) * L` experts are left, with at most `(n - 1) * most` rows. The
+    first `n` is the number of active ranks, and experts at home elsewhere take no part.
     """
     local = rows.shape[0] // ranks
     numbers = jnp.arange(rows.shape[0], dtype=jnp.int32)
     gone = jnp.iinfo(jnp.int32).max
+    num_active = jnp.sum(active, dtype=jnp.int32)
 
     def one(step: Any, state: Any) -> Any:
         rows, used, parts = state
@@ -139,7 +152,7 @@ def _pack(rows: jax.Array, ranks: int, most: int) -> jax.Array:
         known = jnp.where(values < gone, values, 0)
         total = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(known, dtype=jnp.int32)])
         runs = total[local:] - total[:-local]
-        count = rows.shape[0] - step * local  # experts that are left
+        count = (num_active - step) * local  # experts that are left
         fits = (runs <= most) & (numbers[: runs.shape[0]] <= count - local)
         first = jnp.max(jnp.where(fits, numbers[: runs.shape[0]], 0))
         whole = (numbers >= first) & (numbers < first + local)
@@ -152,8 +165,9 @@ def _pack(rows: jax.Array, ranks: int, most: int) -> jax.Array:
         rows = jnp.where(taken, gone, rows - jnp.where(taken, 0, part))
         return rows, used.at[rank].set(True), parts.at[rank].set(part)
 
-    state = rows, jnp.zeros(ranks, bool), jnp.zeros((ranks, rows.shape[0]), jnp.int32)
-    return lax.fori_loop(0, ranks, one, state)[2]
+    known = jnp.where(jnp.repeat(active, local), rows, gone)
+    state = known, ~active, jnp.zeros((ranks, rows.shape[0]), jnp.int32)
+    return lax.fori_loop(0, num_active, one, state)[2]
 
 
 def _experts(parts: jax.Array, slots: int) -> jax.Array:

@@ -155,7 +155,7 @@ def moe_mlp(
             routed = dispatch_quantized(jnp.asarray(x), topk_idx, topk_weights, way, **routing, **sending)
         if balance is not None:
             found = routed.handle.placement
-            weights = found.move(weights, None, found, axis_name=axis_name, config=config)
+            weights = found.move(weights, None, found, axis_name=axis_name, active=active, config=config)
         back = Return(combine_wire, gradient_wire, config)
         out = experts_and_combine(function, weights, routed, back)
     return (out, _info(routed)) if return_info else out

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xen_moe_jax import _layout, _mesh, _nodes, _ranks
+from xen_moe_jax import _active, _layout, _mesh, _nodes, _ranks
 from xen_moe_jax import _single_ops as ops
 from xen_moe_jax._collective_primitives import ragged_all_to_all_p
 from xen_moe_jax._config import DEFAULT_CONFIG, KernelConfig
@@ -102,17 +102,20 @@ class Placement:
         new: Placement | None,
         *,
         axis_name: Any = None,
+        active: jax.Array | None = None,
         config: KernelConfig | None = None,
     ) -> Any:
         """Brings weights from the slots of `old` to those of `new`; its transpose adds up gradients as `reduce` does.
 
         Inside `jax.shard_map` a rank gives and gets its own slots; a slot's weights come from this rank where it has
-        them, else from one of the replicas, in one exchange for each slot. Outside, arrays are global.
+        them, else from one of the replicas. Outside, arrays are global.
 
         Args:
           weights: pytree of arrays `[S_old, ...]`, or `[R * S_old, ...]` outside `shard_map`.
           old, new: placements of the same experts over the same ranks; None is the experts' homes, `S = L`.
           axis_name: mesh axis, or a pair of axes; None is all manual axes, or the one that has `R` ranks.
+          active: bool `[R]`, as in `xm.dispatch`: GPUs wait for no inactive rank. Weights that only inactive ranks have
+            count as being nowhere; the result on an inactive rank is unspecified.
           config: tuning; never changes the result.
 
         Returns:
@@ -123,7 +126,7 @@ class Placement:
           ValueError: both placements are None, they differ in ranks or experts, or weights have other dimensions.
         """
         old, new = _both(old, new, "move")
-        return _apply(move_p, weights, old, new, old.slots_per_rank, axis_name, config, "move")
+        return _apply(move_p, weights, old, new, old.slots_per_rank, axis_name, active, config, "move")
 
     def reduce(
         self,
@@ -131,6 +134,7 @@ class Placement:
         home: Placement | None = None,
         *,
         axis_name: Any = None,
+        active: jax.Array | None = None,
         config: KernelConfig | None = None,
     ) -> Any:
         """Adds up the gradients of an expert's replicas at its home: the transpose of `move(weights, home, self)`.
@@ -140,14 +144,14 @@ class Placement:
         Args:
           gradients: pytree of float arrays `[S, ...]`, or `[R * S, ...]` outside `shard_map`.
           home: where the sums go; None is the experts' homes.
-          axis_name, config: as in `move`.
+          axis_name, active, config: as in `move`.
 
         Returns:
           pytree of arrays `[L, ...]`, this rank's experts (`[S_home, ...]` with `home`), or `[R * L, ...]`. Zero for an
           expert without replicas.
         """
         home, placement = _both(home, self, "reduce")
-        return _apply(reduce_p, gradients, home, placement, self.slots_per_rank, axis_name, config, "reduce")
+        return _apply(reduce_p, gradients, home, placement, self.slots_per_rank, axis_name, active, config, "reduce")
 
 
 def _arrays_of(*arrays: Any) -> Any:
@@ -220,9 +224,25 @@ def _both(old: Placement | None, new: Placement | None, caller: str) -> tuple[Pl
 
 
 def _apply(
-    primitive: Any, tree: Any, old: Placement, new: Placement, slots: int, axis_name: Any, config: Any, caller: str
+    primitive: Any,
+    tree: Any,
+    old: Placement,
+    new: Placement,
+    slots: int,
+    axis_name: Any,
+    active: Any,
+    config: Any,
+    caller: str,
 ) -> Any:
     """Runs `primitive` on every array of `tree`, which has `slots` rows a rank."""
+    mask = _active.EVERY_RANK if active is None else jnp.asarray(active)
+    if active is not None and (mask.shape != (old.num_ranks,) or mask.dtype != jnp.bool_):
+        raise ValueError(
+            f"Placement.{caller}: active is {mask.dtype}{list(mask.shape)}: must be bool[{old.num_ranks}], one for each "
+            "rank"
+        )
+    if active is not None:
+        old, new = old.without(mask), new.without(mask)
     source = jnp.asarray(sources(old, new))
     names = _axis(axis_name, old.num_ranks, caller)
     shape = {"old_slots": old.slots_per_rank, "new_slots": new.slots_per_rank}
@@ -239,7 +259,7 @@ def _apply(
             everywhere = _move_everywhere if primitive is move_p else _reduce_everywhere
             return everywhere(leaf, source.reshape(-1), old.slots_per_rank * old.num_ranks)
         sizes = tuple(_mesh.axis_size(name) for name in names)
-        operands = _mesh.vary_over([leaf, source], names)
+        operands = _mesh.vary_over([leaf, source, mask], names)
         params = {"axis_name": names, "axis_sizes": sizes, "config": config or DEFAULT_CONFIG, **shape}
         return primitive.bind(*operands, **params)[0]
 
@@ -312,7 +332,7 @@ def _ragged(operand: Any, output: Any, sent: Any, sent_to: Any, landed: Any, cam
     )[0]
 
 
-def _move(weights: Any, source: Any, **params: Any) -> Any:
+def _move(weights: Any, source: Any, _: Any, **params: Any) -> Any:
     """An exchange for each slot of `new`: every rank gets the expert that is in this slot of its own."""
     old_slots, new_slots = params["old_slots"], params["new_slots"]
     me = _ranks.index(params["axis_name"])
@@ -331,7 +351,7 @@ def _move(weights: Any, source: Any, **params: Any) -> Any:
     return lax.scan(slot, start, jnp.arange(new_slots, dtype=jnp.int32))[0]
 
 
-def _reduce(gradients: Any, source: Any, **params: Any) -> Any:
+def _reduce(gradients: Any, source: Any, _: Any, **params: Any) -> Any:
     """For each row of the homes and each turn an exchange, in which every home gets the next replica's gradient of this
     row. Turns in which no home gets one are skipped: all ranks know that, since all have `source`."""
     old_slots, new_slots = params["old_slots"], params["new_slots"]
@@ -370,7 +390,7 @@ def _rows(rows: str, array: Any, *_: Any, **params: Any) -> Any:
     return [((params[rows], *array.shape[1:]), array.dtype)]
 
 
-# Operands: the weights of a rank's slots, and `source int32 [R, S_new]` (`sources`), the same on every rank.
+# Operands: the weights of a rank's slots; `source int32 [R, S_new]` (`sources`), the same on every rank; and `active`.
 move_p = declare("move_weights", functools.partial(_rows, "new_slots"), otherwise=_move)
 reduce_p = declare("reduce_gradients", functools.partial(_rows, "old_slots"), otherwise=_reduce)
 transposed_by(move_p, reduce_p)

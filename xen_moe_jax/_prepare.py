@@ -156,7 +156,7 @@ def dispatch(
         entries = placement.experts.size
     exact = _validate.balance(
         balance, slots_per_rank, num_experts, math.prod(sizes), caller,
-        axis_name=names, layout=layout, capacity=capacity, placement=placement, active=active,
+        axis_name=names, layout=layout, capacity=capacity, placement=placement,
     )  # fmt: skip
     if exact is not None:
         entries = math.prod(sizes) * exact
@@ -175,21 +175,24 @@ def dispatch(
         alignment=alignment,
     )
     static = _static(spec, parsed_wire, gradient_wire, config, values.shape[1], caller)
+    checked = _validate.active(active, spec, caller)
+    out_of_reach = None
     if placement is not None:
         topk_idx = placement.route(topk_idx, _ranks.index(spec.axis_name))
     elif exact is not None:
-        topk_idx, placement = _exact.assign(topk_idx, num_experts, spec, static.config)
+        topk_idx, placement, out_of_reach = _exact.assign(topk_idx, num_experts, checked, spec, static.config)
     idx = _layout.sanitize(topk_idx, spec.num_experts)
     weights = jnp.ones(idx.shape, jnp.float32) if topk_weights is None else topk_weights.astype(jnp.float32)
     if scales is None:
         scales = jnp.zeros((num_tokens, 0), jnp.float32)
     given = topk_idx if topk_idx.dtype == jnp.int32 else idx  # another width may hold values that int32 cannot
-    checked = _validate.active(active, spec, caller)
     values, scales, idx, weights, given, checked = vary_over(
         [values, scales, idx, weights, given, checked], spec.axis_name
     )
     kept = _active.entries(idx, checked, spec)
-    withheld = _active.withheld(idx, kept, spec) if _active.given(checked) else None
+    withheld = out_of_reach
+    if exact is None and _active.given(checked):
+        withheld = _active.withheld(idx, kept, spec)
     decided = _drops.keep_rows(kept, weights, checked, drop=drop, spec=spec, config=static.config)
     if decided is not None:
         kept, dropped = decided

@@ -210,7 +210,6 @@ def balance(
     layout: Any,
     capacity: Any,
     placement: Any,
-    active: Any,
 ) -> int | None:
     """Returns the slots of a rank with balance="exact"; None without."""
     if value is not None and _mesh.group_of(axis_name) is not None:
@@ -228,7 +227,6 @@ def balance(
     for name, given, why in (
         ("capacity", capacity, "its rows are always T * K"),
         ("placement", placement, "it makes a placement of its own"),
-        ("active", active, "plan with alive= and pass the placement"),
     ):
         if given is not None:
             raise ValueError(f"{caller}: balance='exact' with {name}: {why}; pass {name}=None")

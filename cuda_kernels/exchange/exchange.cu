@@ -282,6 +282,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) ExchangeKernel(const __grid_
       bool going = true;
       if (peer == p.rank) {
         if (!sending) CopyOwn(p, lane);
+      } else if (!Holds(run.active, peer)) {  // only where weights move by a table, which names active ranks alone
       } else if (sending) {
         going = Send(p, run, peer, lane);
       } else {

@@ -16,7 +16,7 @@ std::string Balance(const Options& o) {
     (p.by_home ? combines : moves) += 1;
     if (p.by_home && combines % 3 == 0) p.top_k = combines % 2 ? 8 : 33;  // the second word of a token's slots
     if (p.by_home && p.layout == Layout::kGrouped && combines % 3 == 0) p.capacity = o.ranks * p.tokens * p.top_k;
-    if (p.by_home && combines % 4 == 0) p.members.reset(o.ranks - 1), ++left_out;
+    if ((p.by_home ? combines : moves) % 4 == 0) p.members.reset(o.ranks - 1), ++left_out;
     pool.push_back(world.AddAll(p, 20 * o.patience));
   }
   world.Start(Largest(pool));
@@ -30,7 +30,7 @@ std::string Balance(const Options& o) {
   RunRandom(world, pool, o, calls, true);
   ExpectNoFailure(world);
   ExpectRight(world, "random operations");
-  return Text("%d combines by home, %d of them without a rank; %d moves; %lld calls", combines, left_out, moves, calls);
+  return Text("%d combines by home, %d moves, %d of both without a rank; %lld calls", combines, moves, left_out, calls);
 }
 
 }  // namespace native

@@ -366,7 +366,8 @@ inline std::vector<RankCase> ReferenceMove(const Problem& p, std::mt19937& rng) 
     operands.emplace_back(p.tokens * unit);
     for (uint8_t& b : operands[r]) b = static_cast<uint8_t>(rng() % 251);
     for (int i = 0; i < p.capacity; ++i) {
-      sources.push_back(rng() % 5 ? static_cast<int>(rng() % (p.ranks * p.tokens)) : -1 - static_cast<int>(rng() % 2));
+      const int from = rng() % 5 ? static_cast<int>(rng() % (p.ranks * p.tokens)) : -1 - static_cast<int>(rng() % 2);
+      sources.push_back(from < 0 || p.moves(r, from / p.tokens) ? from : -1);
     }
   }
   std::vector<RankCase> out;

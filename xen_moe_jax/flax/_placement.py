@@ -111,10 +111,10 @@ def apply_moe(
             "added up by XLA, which waits for every rank; split the tokens over the expert axis, or pass active=None"
         )
     _check_placement(config, placement)
-    if config.balance is not None and (placement is not None or active is not None):
+    if config.balance is not None and placement is not None:
         raise ValueError(
-            f"MoEConfig.balance={config.balance!r} with {'active' if placement is None else 'placement'}: it makes a "
-            "placement of all ranks in each call; use balance=None with a plan for the ranks that are alive"
+            f"MoEConfig.balance={config.balance!r} with placement: it makes a placement of its own in each call; use "
+            "balance=None"
         )
     members = Members(active, placement)
     given = Tokens(x, jnp.ones(x.shape[:-1], bool) if mask is None else mask, token_ids, topk_idx)

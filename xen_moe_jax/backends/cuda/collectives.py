@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xen_moe_jax import _layout, _mesh, _nodes
+from xen_moe_jax import _active, _layout, _mesh, _nodes
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax.backends.base import Exchange, Move
 from xen_moe_jax.backends.cuda import call, devices, module
@@ -118,7 +118,7 @@ def moves(move: Move, weights: Any) -> bool:
     )
 
 
-def move_weights(move: Move, weights: jax.Array, source: jax.Array) -> jax.Array:
+def move_weights(move: Move, weights: jax.Array, source: jax.Array, active: jax.Array) -> jax.Array:
     """`weights [S_old, ...]` and `source int32 [R, S_new]` (`_placement.sources`) -> `[S_new, ...]`."""
     mesh = _mesh.lowering_mesh()
     ranks, slots = source.shape
@@ -134,14 +134,16 @@ def move_weights(move: Move, weights: jax.Array, source: jax.Array) -> jax.Array
         output_units=slots,
         ragged=0,
     )
+    attrs["masked"] = int(_active.given(active))
     attrs["lost"] = attrs["poison"] if jnp.issubdtype(weights.dtype, jnp.floating) else 0
     results = [jax.ShapeDtypeStruct((slots, *weights.shape[1:]), weights.dtype)]
     keys = devices.groups(mesh, move.axis_name)
-    (out,) = call.ffi_call("xen_moe_move_weights", (weights, source), results, keys, attrs)
+    operands = (weights, source, call.active_operand(active))
+    (out,) = call.ffi_call("xen_moe_move_weights", operands, results, keys, attrs)
     return out
 
 
-def reduce_gradients(move: Move, gradients: jax.Array, source: jax.Array) -> jax.Array:
+def reduce_gradients(move: Move, gradients: jax.Array, source: jax.Array, active: jax.Array) -> jax.Array:
     """Adds up `gradients [S_new, ...]` at the slots of `source int32 [R, S_new]`: `[S_old, ...]`.
 
     Turn `n` moves the `n`-th replica's gradient to every home. All ranks take as many turns, since all have `source`.
@@ -157,7 +159,7 @@ def reduce_gradients(move: Move, gradients: jax.Array, source: jax.Array) -> jax
         table = jnp.full(rows, -1, jnp.int32).at[jnp.where(order == turn, flat, rows)].set(slots, mode="drop")
         table = table.reshape(ranks, move.old_slots)
         mine = lax.dynamic_index_in_dim(table, me, 0, keepdims=False) >= 0
-        return move_weights(move, gradients, table), mine.reshape(-1, *[1] * (gradients.ndim - 1))
+        return move_weights(move, gradients, table, active), mine.reshape(-1, *[1] * (gradients.ndim - 1))
 
     def add(state: Any) -> Any:
         turn, total = state

@@ -31,8 +31,8 @@ def gather_words(call: Call, words: jax.Array, active: jax.Array) -> jax.Array:
         return gather_by(dispatch, call, words, active)
     if _active.given(active):
         raise ValueError(
-            f"active with a `drop` other than 'position' on {ranks} ranks: the CUDA backend then gathers what the rule "
-            f"needs from at most {most} ranks; pass drop='position', or active=None"
+            f"active with a `drop` other than 'position', or with a balance, on {ranks} ranks: the CUDA backend then "
+            f"gathers what these need from at most {most} ranks; pass drop='position' and balance=None, or active=None"
         )
     return lax.all_gather(words, call.spec.axis_name)
 
