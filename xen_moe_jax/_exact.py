@@ -133,8 +133,8 @@ def _lend(home: jax.Array, lendings: int, most: int, active: jax.Array) -> tuple
 
 
 def _pack(rows: jax.Array, ranks: int, most: int, active: jax.Array) -> jax.Array:
-    """`[R, R * L]`: one active rank after another gets `L` experts that are neighbours in the order of their rows, and as
-    much of the next larger one as fits.
+    """`[R, R * L]`: one active rank after another gets `L` experts that are neighbours in the order of their rows, and
+    as much of the next larger one as fits.
 
     Of `n * L` experts with at most `n * most` rows, the `L` smallest have at most `most`. The last run of `L`
     neighbours that has at most `most` rows is taken: then the next larger expert does not fit as a whole, or there is

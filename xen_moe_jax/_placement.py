@@ -238,8 +238,8 @@ def _apply(
     mask = _active.EVERY_RANK if active is None else jnp.asarray(active)
     if active is not None and (mask.shape != (old.num_ranks,) or mask.dtype != jnp.bool_):
         raise ValueError(
-            f"Placement.{caller}: active is {mask.dtype}{list(mask.shape)}: must be bool[{old.num_ranks}], one for each "
-            "rank"
+            f"Placement.{caller}: active is {mask.dtype}{list(mask.shape)}: must be bool[{old.num_ranks}], one for "
+            "each rank"
         )
     if active is not None:
         old, new = old.without(mask), new.without(mask)

@@ -104,7 +104,6 @@ INSIDE = {
     "balance in a layout without a capacity": lambda x, i, w: good(x, i, balance="exact", layout="padded"),
     "balance and a capacity": lambda x, i, w: good(x, i, balance="exact", capacity=8),
     "balance and a placement": lambda x, i, w: good(x, i, balance="exact", placement=xm.balance.home(E, RANKS)),
-    "balance and inactive ranks": lambda x, i, w: good(x, i, balance="exact", active=jnp.ones(RANKS, bool)),
     "balance without a slot for a borrowed expert": lambda x, i, w: good(x, i, balance="exact", slots_per_rank=2),
     "slots without balance": lambda x, i, w: good(x, i, slots_per_rank=3),
     "a placement for another number of ranks": lambda x, i, w: good(x, i, placement=xm.balance.home(E, 2)),
@@ -335,7 +334,6 @@ ERRORS = {"ValueError": ValueError, "TypeError": TypeError, "NotImplementedError
 
 VARIANTS = {  # of mistakes that the page lists: error, parts of the message
     "balance and a placement": (ValueError, ["balance='exact' with placement", "pass placement=None"]),
-    "balance and inactive ranks": (ValueError, ["balance='exact' with active", "plan with alive="]),
     "a placement for another number of ranks": (ValueError, ["placement is for 2 ranks, and axis_name has 4"]),
     "a placement for `combine` of another number of slots": (
         ValueError,

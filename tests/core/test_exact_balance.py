@@ -28,8 +28,11 @@ def divide(slots, most):
 @pytest.mark.parametrize("shape", [(4, 11, 40), (1, 3, 7), (8, 8, 24), (5, 3, 18)], ids=lambda s: f"R{s[0]}-E{s[1]}")
 @pytest.mark.parametrize("more", [1, 3])
 def test_every_routing_is_divided_with_one_slot_more_than_experts(shape, more, data):
-    """Counts of all kinds: any mass on any expert, ranks with nothing, all rows for the experts of one rank."""
+    """Counts of all kinds: any mass on any expert, ranks with nothing, all rows for the experts of one rank, and ranks
+    that are inactive."""
     ranks, experts, most = shape
+    active = np.ones(ranks, bool)
+    active[list(data.draw(st.sets(st.integers(0, ranks - 1), max_size=ranks - 1)))] = False
     slots = -(-experts // ranks) + more
     counts = np.zeros((ranks, experts), np.int32)
     for rank in range(ranks):
@@ -37,8 +40,10 @@ def test_every_routing_is_divided_with_one_slot_more_than_experts(shape, more, d
         rows = data.draw(st.sampled_from([most, most, most, most // 3, 0]))
         for row in range(rows):
             counts[rank, heavy[row * row % len(heavy)] if row % 5 else row % experts] += 1
-    parts = np.asarray(divide(slots, most)(counts))
-    assert (parts.sum(axis=0) == counts.sum(axis=0)).all() and (parts >= 0).all()
+    counts[~active] = 0
+    counts[:, ~active[np.arange(experts) // -(-experts // ranks)]] = 0
+    parts = np.asarray(divide(slots, most)(counts, active=active))
+    assert (parts.sum(axis=0) == counts.sum(axis=0)).all() and (parts >= 0).all() and (parts[~active] == 0).all()
     assert parts.sum(axis=1).max() <= most
     assert (parts > 0).sum(axis=1).max() <= slots
 
@@ -68,7 +73,7 @@ def layer(x, idx, topk_weights, weights, **options):
     routed = xm.dispatch(x, idx, topk_weights, **options)
     placement = routed.handle.placement
     if placement is not None:
-        weights = placement.move(weights, None, placement)
+        weights = placement.move(weights, None, placement, active=options.get("active"))
     of_row = jnp.minimum(routed.expert_ids(), len(weights) - 1)
     y = routed.x * weights[of_row, :, 0]
     return (
@@ -112,6 +117,33 @@ def test_exact_has_the_bits_of_a_layer_with_room_for_all(slots, alignment, routi
     if routing == "hammer":
         assert (rows.sum(axis=1) == T * K).all(), "all rows for one expert: every rank computes the same number"
     assert room.shape == (R * ((T * K + slots * (alignment - 1)) // alignment * alignment),)
+
+
+@functools.cache
+def program_with_active(**options):
+    body = functools.partial(layer, **options)
+    ranks = jax.shard_map(
+        lambda *args: body(*args[:-1], active=args[-1]), mesh=mesh(), in_specs=(*(EP,) * 4, P()), out_specs=EP
+    )
+    return jax.jit(ranks)
+
+
+@pytest.mark.parametrize("routing", ["zipf", "hammer", "out_of_range", "duplicates"])
+def test_exact_among_the_active_ranks(routing):
+    """Experts at home on an inactive rank are left out, the others are shared among the active ranks."""
+    args = operands(3, routing)
+    for active in ([True] * 4, [True, False, True, True], [False, False, True, True], [False, True, False, False]):
+        active = np.array(active)
+        expected, counts, dropped, _ = program_with_active(capacity=R * T * K)(*args, active)
+        out, rows, left_out, _ = program_with_active(balance="exact")(*args, active)
+        of_active = np.repeat(active, T)
+        assert_bits(np.asarray(out)[of_active], np.asarray(expected)[of_active], f"{routing} {active}")
+        assert (np.asarray(out)[~of_active] == 0).all()
+        assert (np.asarray(left_out) == np.asarray(dropped)).all()
+        rows = np.asarray(rows).reshape(R, -1)
+        assert rows.sum() == np.asarray(counts).sum() and rows[~active].sum() == 0
+        assert rows.sum(axis=1).max() <= T * K
+    assert program_with_active(balance="exact")._cache_size() == 1
 
 
 def test_gradients_go_home():
