@@ -24,6 +24,8 @@ from xen_moe_jax._quantize import parse_wire
 from xen_moe_jax._spec import scale_blocks
 
 OPERATIONS = ("dispatch", "combine", "balance")
+MOST_BY_HOME = 16
+"""Ranks of a node up to which one kernel combines by home (`WhyNotByHome` in cuda_kernels/core/plan.cc)."""
 SMALL_BATCH = 512
 """Up to this many tokens a rank the fixed cost is that of the small-batch kernels."""
 
@@ -170,7 +172,8 @@ def perf_model(
         topk_idx = np.stack([np.asarray(placement.route(idx, rank)) for rank, idx in enumerate(np.asarray(topk_idx))])
         experts = ranks * placement.slots_per_rank
         if operation == "combine":
-            calls = top_k // _home_sums.slots_at_once(tokens, top_k)
+            if per_node < ranks or ranks > MOST_BY_HOME:
+                calls = top_k // _home_sums.slots_at_once(tokens, top_k)
             topk_idx, tokens, top_k = topk_idx.reshape(ranks, -1, 1), tokens * top_k, 1
     if topk_idx is None:
         nodes = ranks // per_node

@@ -258,6 +258,26 @@ def test_an_expert_that_is_nowhere_is_nan_and_named():
         xm.balance.moves(lost, whole)
 
 
+def test_what_only_an_inactive_rank_has_is_nowhere():
+    old, new = random_placement(2), random_placement(7)
+    w = np.arange(R * S * 2, dtype=np.float32).reshape(R * S, 2)
+    for active in np.eye(R, dtype=bool) ^ True:
+        body = functools.partial(new.move, old=old, new=new)
+        ranks = jax.shard_map(lambda w, active: body(w, active=active), mesh=mesh(), in_specs=(EP, P()), out_specs=EP)
+        moved = np.asarray(jax.jit(ranks)(w, active)).reshape(R, S, 2)
+        left = old.without(active)
+        for rank in np.flatnonzero(active):
+            for slot, expert in enumerate(new.experts[rank]):
+                if expert < 0:
+                    assert (moved[rank, slot] == 0).all()
+                elif left.num_replicas[expert] == 0:
+                    assert np.isnan(moved[rank, slot]).all()
+                else:
+                    assert any((moved[rank, slot] == w[at]).all() for at in left.slots[expert] if at >= 0)
+    with pytest.raises(ValueError, match=r"move: active is bool\[3\]: must be bool\[4\]"):
+        new.move(w, old, new, active=np.ones(3, bool))
+
+
 # -- dispatch and combine ----------------------------------------------------------------------------------------------
 OPTIONS = {
     "grouped": {"capacity": R * T * K},  # room for tokens that name an expert several times, too

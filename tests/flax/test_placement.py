@@ -83,6 +83,15 @@ def test_an_exact_balance_changes_no_value_and_drops_nothing(changes):
     assert_same_gradients(exact, {n: g for n, g in gradients.items() if np.abs(g).max() > 1e-3}, rtol=1e-5, atol=1e-5)
 
 
+def test_an_exact_balance_among_the_active_ranks():
+    moe, x, active = layer(CONFIG), tokens(16), np.arange(RANKS) != 1
+    y, metrics = run(moe, x, mesh(), active=active)
+    moe.config = dataclasses.replace(CONFIG, balance="exact")
+    exact_y, exact_metrics = run(moe, x, mesh(), active=active)
+    np.testing.assert_allclose(exact_y, y, rtol=1e-5, atol=1e-6)
+    assert exact_metrics.num_dropped == metrics.num_dropped > 0
+
+
 def test_a_tensor_axis_and_linen_take_it():
     config = dataclasses.replace(CONFIG, tensor_axis="tp")
     moe, x = layer(config), tokens(16)

@@ -1,0 +1,158 @@
+"""How even the ranks' rows are under skewed routing: experts at home, planned, and balanced exactly.
+
+    python -m benchmarks.layers.skew              # the table of docs/lab/layers.md, from counts: no device
+    python -m benchmarks.layers.skew --record     # the trace of a router that nothing balances
+
+The trace is of the demo's model with 64 experts, 8 of them for each byte, and `balancing="none"`: rows of each expert
+in the 101 training steps after the first 100. A figure is the rows of the busiest rank over the mean of all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import xen_moe_jax as xm
+from xen_moe_jax import _exact
+
+TRACE = pathlib.Path(__file__).with_name("skewed_trace.json")
+EXPERTS, TOP_K = 64, 8
+SKIPPED, STEPS = 100, 101
+DRIFT = 0.005
+"""Standard deviation of the change of an expert's log share from batch to batch."""
+
+
+def busiest(counts: np.ndarray, placement: xm.balance.Placement) -> float:
+    """Rows of the busiest rank over the mean, if every replica takes its part of `counts [E]`."""
+    each = np.append(counts / placement.num_replicas, 0.0)
+    ranks = each[placement.experts].sum(axis=1)
+    return float(ranks.max() / ranks.mean())
+
+
+@functools.cache
+def _divide(slots: int, most: int):
+    return jax.jit(functools.partial(_exact.divide, slots=slots, most=most))
+
+
+def exact(counts: np.ndarray, ranks: int, slots: int) -> tuple[float, int]:
+    """The same with `balance="exact"`, where every rank has equally many tokens; and the most experts that a rank
+    fetches."""
+    experts = len(counts)
+    rows = np.repeat(np.arange(experts), counts)
+    most = -(-len(rows) // ranks)
+    by_source = np.stack([np.bincount(rows[rank::ranks], minlength=experts) for rank in range(ranks)])
+    parts = np.asarray(_divide(slots, most)(jnp.asarray(by_source, jnp.int32)))
+    away = np.arange(experts) // -(-experts // ranks) != np.arange(ranks)[:, None]
+    return float(parts.sum(axis=1).max() / (len(rows) / ranks)), int(((parts > 0) & away).sum(axis=1).max())
+
+
+def zipf(exponent: float, experts: int, seed: int) -> np.ndarray:
+    """Shares of the experts, in random order."""
+    return np.random.default_rng(seed).permutation(1.0 / np.arange(1, experts + 1) ** exponent)
+
+
+def draw(share: np.ndarray, tokens: int, top_k: int, rng: np.random.Generator) -> np.ndarray:
+    """int64 `[E]`: rows of each expert where `tokens` tokens choose `top_k` different ones each."""
+    noise = np.log(share) + rng.gumbel(size=(tokens, len(share)))
+    return np.bincount(np.argpartition(-noise, top_k, axis=1)[:, :top_k].ravel(), minlength=len(share))
+
+
+def drifting(share: np.ndarray, batches: int, seed: int, tokens: int = 2048) -> np.ndarray:
+    """int64 `[batches, E]`, as `draw`, from shares that drift."""
+    rng = np.random.default_rng(seed)
+    logits, out = np.log(share), []
+    for _ in range(batches):
+        out.append(draw(np.exp(logits), tokens, TOP_K, rng))
+        logits = logits + DRIFT * rng.standard_normal(len(share))
+    return np.stack(out)
+
+
+def traces() -> dict[str, np.ndarray]:
+    """int64 `[101, 64]` each: the recorded ones, and drawn ones whose shares drift."""
+    recorded = np.asarray(json.loads(TRACE.read_text())["counts"])  # [step, layer, expert]
+    out = {f"demo, MoE layer {layer + 1}": recorded[:, layer] for layer in range(recorded.shape[1])}
+    return out | {f"Zipf {a}, drifting": drifting(zipf(a, EXPERTS, 3), STEPS, 3) for a in (1.1, 1.5)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table: of the first batch of a trace, and of those after it."""
+
+    home: float
+    planned: float
+    next_mean: float
+    next_worst: float
+    exact_worst: float
+    fetched: int
+
+
+def measure(trace: np.ndarray, ranks: int = 8, slots: int = 9) -> Row:
+    """Plans on the first batch, with 12.5% redundancy for 64 experts on 8 ranks, and measures on the others."""
+    first, *others = trace
+    placement = xm.balance.plan(first, ranks, slots)
+    later = [busiest(counts, placement) for counts in others]
+    exactly = [exact(counts, ranks, slots + 1) for counts in others]
+    home = busiest(first, xm.balance.home(len(first), ranks))
+    ratios, fetched = zip(*exactly, strict=True)
+    worst = float(np.max(later))
+    return Row(home, busiest(first, placement), float(np.mean(later)), worst, max(ratios), max(fetched))
+
+
+def record() -> None:
+    """Trains the demo's model without balancing and writes the trace. What its router chooses does not depend on the
+    number of devices, so it trains on one."""
+    from examples.demo import command, text
+    from examples.demo.training import Trainer, optimizer
+    from xen_moe_jax.flax import MoEConfig
+
+    mesh = jax.make_mesh((1, 1), ("dp", "ep"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:1])
+    split = text.load(None)
+    moe = MoEConfig(hidden_size=64, intermediate_size=32, num_experts=EXPERTS, top_k=TOP_K, balancing="none")
+    config = dataclasses.replace(command.model_config(), moe=moe, heads=4, dense_size=128)
+    rng = np.random.default_rng(0)
+    counts = []
+    with jax.set_mesh(mesh):
+        trainer = Trainer(config, mesh, optimizer(3e-3, SKIPPED + STEPS), seed=0)
+        for step in range(SKIPPED + STEPS):
+            done = trainer.step(text.random_windows(split.train, 32, config.context, rng))
+            if step >= SKIPPED:
+                counts.append(done.load.tolist())
+            if step % 10 == 0:
+                print(f"step {step}: {done.loss:.3f} nats a byte", flush=True)
+    TRACE.write_text(json.dumps({"command": "python -m benchmarks.layers.skew --record", "counts": counts}) + "\n")
+
+
+def table() -> str:
+    """Markdown."""
+    lines = [
+        "| routing, 64 experts on 8 ranks | at home | planned | its next 100: mean | worst | exact | fetched |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, trace in traces().items():
+        row = measure(trace)
+        ratios = (row.home, row.planned, row.next_mean, row.next_worst, row.exact_worst)
+        lines.append(f"| {name} | {' | '.join(f'{ratio:.3f}' for ratio in ratios)} | {row.fetched} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the table, or records the trace."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.layers.skew", description=__doc__.splitlines()[0])
+    parser.add_argument("--record", action="store_true", help="train the demo's model and write its trace")
+    if parser.parse_args(arguments).record:
+        record()
+    else:
+        print(table())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
