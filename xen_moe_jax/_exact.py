@@ -56,7 +56,7 @@ def assign(
 def _assign(topk_idx: Any, active: Any, *, spec: Spec, num_experts: int, config: KernelConfig) -> tuple[Any, Any]:
     slots = spec.local_experts
     flat = topk_idx.reshape(-1)
-    order, own = _layout.order_within_bins(flat, num_experts)
+    order, own = _layout.order_by_blocks(flat, num_experts)
     (counts,) = gather_words_p.bind(own, active, spec=spec, config=config)
     parts = divide(counts, slots, spec.num_tokens * spec.top_k, active)
     me = _ranks.index(spec.axis_name)

@@ -33,6 +33,10 @@ def round_up(x: jax.Array, multiple: int) -> jax.Array:
     return x if multiple == 1 else ops.divide(x + (multiple - 1), multiple) * multiple
 
 
+BLOCK = 128
+"""Entries of a block in `order_by_blocks`."""
+
+
 def order_within_bins(bins: jax.Array, num_bins: int) -> tuple[jax.Array, jax.Array]:
     """For each entry of int32 `bins [N]` the number of earlier entries that name the same bin; and `counts [num_bins]`.
 
@@ -45,6 +49,24 @@ def order_within_bins(bins: jax.Array, num_bins: int) -> tuple[jax.Array, jax.Ar
     sorted_keys, by_bin = ops.stable_order(keys, 0)
     within = lax.iota(jnp.int32, n) - ops.take(exclusive_cumsum(counts, axis=0), sorted_keys)
     return ops.put(lax.full((n,), 0, jnp.int32), by_bin, within), counts[:-1]
+
+
+def order_by_blocks(bins: jax.Array, num_bins: int) -> tuple[jax.Array, jax.Array]:
+    """What `order_within_bins` returns, without a sort: sums of comparisons in blocks of entries, and over the blocks.
+    `N * (num_bins + BLOCK)` comparisons that fuse, which a GPU does in less time than a sort takes to start."""
+    n = bins.shape[0]
+    blocks = -(-n // BLOCK)
+    keys = ops.where((bins >= 0) & (bins < num_bins), bins, num_bins)
+    keys = lax.pad(keys, jnp.int32(num_bins), [(0, blocks * BLOCK - n, 0)]).reshape(blocks, BLOCK)
+    names = lax.iota(jnp.int32, num_bins + 1)
+    counts = jnp.sum(keys[:, :, None] == names, axis=1, dtype=jnp.int32)  # [blocks, bins]
+    places = lax.iota(jnp.int32, BLOCK)
+    same = (keys[:, None, :] == keys[:, :, None]) & (places[None, :] < places[:, None])
+    inside = jnp.sum(same, axis=2, dtype=jnp.int32)
+    before = exclusive_cumsum(counts, axis=0)
+    at = lax.broadcasted_iota(jnp.int32, keys.shape, 0) * (num_bins + 1) + keys
+    order = inside + ops.take(before.reshape(-1), at)
+    return order.reshape(-1)[:n], (before[-1] + counts[-1])[:num_bins]
 
 
 def owners(topk_idx: jax.Array, local_experts: int) -> jax.Array:

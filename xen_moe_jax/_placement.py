@@ -71,7 +71,7 @@ class Placement:
         """
         idx = _layout.sanitize(jnp.asarray(topk_idx), self.num_experts)
         expert = idx.reshape(-1)
-        order, _ = _layout.order_within_bins(expert, self.num_experts)
+        order, _ = _layout.order_by_blocks(expert, self.num_experts)
         known = jnp.maximum(expert, 0)
         copies = ops.take(jnp.asarray(self.num_replicas), known)
         which = lax.rem(order + jnp.asarray(rank, jnp.int32), jnp.maximum(copies, 1))

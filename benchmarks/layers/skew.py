@@ -4,7 +4,7 @@
     python -m benchmarks.layers.skew --record     # the trace of a router that nothing balances
 
 The trace is of the demo's model with 64 experts, 8 of them for each byte, and `balancing="none"`: rows of each expert
-in the 101 training steps after the first 100. A figure is the rows of the busiest rank over the mean of all ranks.
+in the 101 training steps after the first 60. A figure is the rows of the busiest rank over the mean of all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from xen_moe_jax import _exact
 
 TRACE = pathlib.Path(__file__).with_name("skewed_trace.json")
 EXPERTS, TOP_K = 64, 8
-SKIPPED, STEPS = 100, 101
+SKIPPED, STEPS = 60, 101
 DRIFT = 0.005
 """Standard deviation of the change of an expert's log share from batch to batch."""
 
@@ -115,14 +115,14 @@ def record() -> None:
 
     mesh = jax.make_mesh((1, 1), ("dp", "ep"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:1])
     split = text.load(None)
-    moe = MoEConfig(hidden_size=64, intermediate_size=32, num_experts=EXPERTS, top_k=TOP_K, balancing="none")
-    config = dataclasses.replace(command.model_config(), moe=moe, heads=4, dense_size=128)
+    moe = MoEConfig(hidden_size=64, intermediate_size=16, num_experts=EXPERTS, top_k=TOP_K, balancing="none")
+    config = dataclasses.replace(command.model_config(), moe=moe, layers=2, heads=4, dense_size=128)
     rng = np.random.default_rng(0)
     counts = []
     with jax.set_mesh(mesh):
         trainer = Trainer(config, mesh, optimizer(3e-3, SKIPPED + STEPS), seed=0)
         for step in range(SKIPPED + STEPS):
-            done = trainer.step(text.random_windows(split.train, 32, config.context, rng))
+            done = trainer.step(text.random_windows(split.train, 16, config.context, rng))
             if step >= SKIPPED:
                 counts.append(done.load.tolist())
             if step % 10 == 0:

@@ -157,7 +157,7 @@ struct ExchangeParams {
   const int* output_offsets;
   const int* recv_sizes;
   // move_weights: the unit of the operands, rank * operand_units + its number, that each of the `output_units` units of
-  // every rank gets, [R, output_units]; -1: the unit gets zeros, -2: bytes `lost`. Else null.
+  // every rank gets, [R, output_units]; -1: the unit gets zeros, -2: bytes `lost`, -3: it is not written. Else null.
   const int* sources;
   bool by_table;  // `sources` will be given
   uint8_t lost;

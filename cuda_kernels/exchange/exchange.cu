@@ -236,28 +236,24 @@ __device__ __forceinline__ bool Receive(const ExchangeParams& p, const Running& 
   return ReceiveChunks(p, run, source, lane, Fits(p, message), ContiguousChunks(p, to, bytes, lane));
 }
 
-// Copies one lane of the units that this rank gets from itself, and fills the units that it gets from no rank.
+// Copies one lane of the units that this rank gets from itself, and fills those that it gets from no rank. Both halves
+// of the block do it, a chunk each in turn.
 __device__ __forceinline__ void CopyOwnUnits(const ExchangeParams& p, int lane) {
   UnitChunks<true> from(p, p.rank, p.rank, lane);
   UnitChunks<false> to(p, p.rank, p.rank, lane);
-  for (uint64_t n = 0; n < from.count; ++n) {
+  for (uint64_t n = threadIdx.x / kHalfThreads; n < from.count; n += 2) {
     const Chunk chunk = from(n);
     CopyBytes(p.output + to(n).at, p.operand + chunk.at, chunk.bytes);
   }
-  const uint64_t stride = static_cast<uint64_t>(p.lanes) * kHalfThreads;
   for (uint64_t unit = 0; unit < p.output_units; ++unit) {
     const int source = p.sources[p.rank * p.output_units + unit];
-    if (source >= 0) continue;
-    char* at = p.output + unit * p.unit_bytes;
-    for (uint64_t b = lane * kHalfThreads + threadIdx.x % kHalfThreads; b < p.unit_bytes; b += stride) {
-      at[b] = static_cast<char>(source == -1 ? 0 : p.lost);
-    }
+    if (source != -1 && source != -2) continue;
+    FillBytes(p.output + unit * p.unit_bytes, p.unit_bytes, source == -1 ? 0 : p.lost, lane, p.lanes);
   }
 }
 
 // Copies this rank's own message; the receiving half does it.
 __device__ __forceinline__ void CopyOwn(const ExchangeParams& p, int lane) {
-  if (p.sources) return CopyOwnUnits(p, lane);
   uint64_t first;
   const Message message = Outgoing(p, p.rank, &first);
   if (!Fits(p, message)) return;
@@ -280,7 +276,9 @@ __global__ void __launch_bounds__(kBlockThreads, 1) ExchangeKernel(const __grid_
       const int peer = (round - p.rank + p.ranks) % p.ranks;
       const bool sending = threadIdx.x < kHalfThreads;
       bool going = true;
-      if (peer == p.rank) {
+      if (peer == p.rank && p.sources) {
+        CopyOwnUnits(p, lane);
+      } else if (peer == p.rank) {
         if (!sending) CopyOwn(p, lane);
       } else if (!Holds(run.active, peer)) {  // only where weights move by a table, which names active ranks alone
       } else if (sending) {

@@ -17,7 +17,7 @@ import xen_moe_jax as xm
 from tests.support import oracle
 from tests.support.cases import ROUTINGS
 from tests.support.checks import assert_bits
-from xen_moe_jax import _home_sums
+from xen_moe_jax import _home_sums, _layout
 
 R, S, E, T, K, H = 4, 4, 11, 12, 4, 16
 EP = P("ep")
@@ -133,6 +133,17 @@ def test_route_is_even_on_each_rank_and_over_all():
     rows = np.bincount(slots.ravel() // 9, minlength=8)
     assert rows.max() / rows.mean() < 1.02
     assert_bits(route(placement, idx[3], 3), slots[3], "the same again")
+
+
+@pytest.mark.parametrize("size", [1, 127, 128, 300])
+def test_entries_are_numbered_by_blocks_as_by_a_sort(size):
+    bins = np.random.default_rng(size).integers(-2, 9, size, np.int32)
+    (order, counts), (expected, their_counts) = (
+        jax.jit(number, static_argnums=1)(bins, 7) for number in (_layout.order_by_blocks, _layout.order_within_bins)
+    )
+    used = (bins >= 0) & (bins < 7)
+    assert_bits(order[used], expected[used], "order")
+    assert_bits(counts, their_counts, "counts")
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32"])

@@ -18,6 +18,7 @@ using xen_moe::Element;
 using xen_moe::Layout;
 using xen_moe::Operation;
 
+constexpr uint8_t kFill = 0xEE;  // contents of outputs and of the space between them before an operation
 constexpr uint8_t kLost = 0x7F;  // bytes of a unit that gets weights from no rank
 
 // One operation of a group of ranks, with its inputs for every rank.
@@ -366,7 +367,7 @@ inline std::vector<RankCase> ReferenceMove(const Problem& p, std::mt19937& rng) 
     operands.emplace_back(p.tokens * unit);
     for (uint8_t& b : operands[r]) b = static_cast<uint8_t>(rng() % 251);
     for (int i = 0; i < p.capacity; ++i) {
-      const int from = rng() % 5 ? static_cast<int>(rng() % (p.ranks * p.tokens)) : -1 - static_cast<int>(rng() % 2);
+      const int from = rng() % 5 ? static_cast<int>(rng() % (p.ranks * p.tokens)) : -1 - static_cast<int>(rng() % 3);
       sources.push_back(from < 0 || p.moves(r, from / p.tokens) ? from : -1);
     }
   }
@@ -379,7 +380,7 @@ inline std::vector<RankCase> ReferenceMove(const Problem& p, std::mt19937& rng) 
         const uint8_t* const at = operands[from / p.tokens].data() + from % p.tokens * unit;
         bytes.insert(bytes.end(), at, at + unit);
       } else {
-        bytes.insert(bytes.end(), unit, from == -1 ? 0 : kLost);
+        bytes.insert(bytes.end(), unit, from == -1 ? 0 : from == -2 ? kLost : kFill);
       }
     }
     RankCase c;
@@ -428,8 +429,6 @@ inline std::vector<RankCase> ReferenceExchange(const Problem& p, std::mt19937& r
   }
   return out;
 }
-
-constexpr uint8_t kFill = 0xEE;  // contents of outputs and of the space between them before an operation
 
 inline std::vector<RankCase> Reference(const Problem& p) {
   std::mt19937 rng(p.seed);

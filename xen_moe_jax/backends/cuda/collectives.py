@@ -17,6 +17,13 @@ from xen_moe_jax.backends.cuda import schedule as schedules
 
 CHUNK_BYTES = 64 * 1024
 RING_CHUNKS = 4
+MOVE_CHUNK_BYTES = 256 * 1024
+"""A chunk of moved weights: each costs a fence, so that large ones come closer to the rate of the link."""
+MOVE_RING_CHUNKS = 3
+MOVE_SMS = 96
+"""Half of the blocks copy the slots that stay on their rank."""
+KEEP = -3
+"""Entry of a table for a slot that is not written (`ExchangeParams::sources`)."""
 
 
 def _attributes(
@@ -119,7 +126,7 @@ def moves(move: Move, weights: Any) -> bool:
 
 
 def move_weights(move: Move, weights: jax.Array, source: jax.Array, active: jax.Array) -> jax.Array:
-    """`weights [S_old, ...]` and `source int32 [R, S_new]` (`_placement.sources`) -> `[S_new, ...]`."""
+    """`weights [S_old, ...]` and `source int32 [R, S_new]` (`_placement.sources`, or `KEEP`) -> `[S_new, ...]`."""
     mesh = _mesh.lowering_mesh()
     ranks, slots = source.shape
     unit_bytes = int(np.prod(weights.shape[1:], dtype=np.int64)) * weights.dtype.itemsize
@@ -134,6 +141,9 @@ def move_weights(move: Move, weights: jax.Array, source: jax.Array, active: jax.
         output_units=slots,
         ragged=0,
     )
+    lanes = max(1, min(schedules.blocks(move.config, devices.num_sms(mesh), MOVE_SMS) // ranks, -(-unit_bytes // 4096)))
+    chunk = min(MOVE_CHUNK_BYTES, -(-unit_bytes // 256) * 256)
+    attrs |= {"lanes": lanes, "chunk_bytes": max(256, chunk), "ring_chunks": MOVE_RING_CHUNKS}
     attrs["masked"] = int(_active.given(active))
     attrs["lost"] = attrs["poison"] if jnp.issubdtype(weights.dtype, jnp.floating) else 0
     results = [jax.ShapeDtypeStruct((slots, *weights.shape[1:]), weights.dtype)]
@@ -154,22 +164,24 @@ def reduce_gradients(move: Move, gradients: jax.Array, source: jax.Array, active
     order = jnp.where(flat >= 0, order, -1)
     me = lax.axis_index(move.axis_name)
 
-    def came(turn: Any) -> tuple[jax.Array, jax.Array]:
+    def came(turn: Any, otherwise: int) -> tuple[jax.Array, jax.Array]:
         slots = lax.iota(jnp.int32, flat.size)
-        table = jnp.full(rows, -1, jnp.int32).at[jnp.where(order == turn, flat, rows)].set(slots, mode="drop")
+        table = jnp.full(rows, otherwise, jnp.int32).at[jnp.where(order == turn, flat, rows)].set(slots, mode="drop")
         table = table.reshape(ranks, move.old_slots)
         mine = lax.dynamic_index_in_dim(table, me, 0, keepdims=False) >= 0
         return move_weights(move, gradients, table, active), mine.reshape(-1, *[1] * (gradients.ndim - 1))
 
     def add(state: Any) -> Any:
         turn, total = state
-        part, mine = came(turn)
+        part, mine = came(turn, KEEP)
         return turn + 1, jnp.where(mine, total + part.astype(jnp.float32), total)
 
     def all_turns() -> jax.Array:
-        state = jnp.int32(1), first.astype(jnp.float32)
+        state: Any = (jnp.int32(1), first.astype(jnp.float32))
+        if ranks == 2:  # an expert has at most two replicas: no sum is carried through memory
+            return add(state)[1].astype(gradients.dtype)
         return lax.while_loop(lambda state: state[0] <= deepest, add, state)[1].astype(gradients.dtype)
 
-    first, _ = came(0)
+    first, _ = came(0, -1)
     deepest = jnp.max(order)
     return lax.cond(deepest > 0, all_turns, lambda: first)
