@@ -4,7 +4,8 @@
     python -m benchmarks.layers.skew --record     # the trace of a router that nothing balances
 
 The trace is of the demo's model with 64 experts, 8 of them for each byte, and `balancing="none"`: rows of each expert
-in the 101 training steps after the first 60. A figure is the rows of the busiest rank over the mean of all ranks.
+in the 101 training steps of 4096 tokens after the first 100. A figure is the rows of the busiest rank over the mean of
+all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from xen_moe_jax import _exact
 
 TRACE = pathlib.Path(__file__).with_name("skewed_trace.json")
 EXPERTS, TOP_K = 64, 8
-SKIPPED, STEPS = 60, 101
+SKIPPED, STEPS = 100, 101
+WINDOWS = (16, 64)
+"""Windows of 64 bytes in a batch: of the steps that are skipped, and of the trace."""
 DRIFT = 0.005
 """Standard deviation of the change of an expert's log share from batch to batch."""
 
@@ -122,7 +125,7 @@ def record() -> None:
     with jax.set_mesh(mesh):
         trainer = Trainer(config, mesh, optimizer(3e-3, SKIPPED + STEPS), seed=0)
         for step in range(SKIPPED + STEPS):
-            done = trainer.step(text.random_windows(split.train, 16, config.context, rng))
+            done = trainer.step(text.random_windows(split.train, WINDOWS[step >= SKIPPED], config.context, rng))
             if step >= SKIPPED:
                 counts.append(done.load.tolist())
             if step % 10 == 0:
