@@ -272,10 +272,12 @@ def test_an_expert_that_is_nowhere_is_nan_and_named():
 def test_what_only_an_inactive_rank_has_is_nowhere():
     old, new = random_placement(2), random_placement(7)
     w = np.arange(R * S * 2, dtype=np.float32).reshape(R * S, 2)
+    ranks = jax.shard_map(
+        lambda w, active: new.move(w, old, new, active=active), mesh=mesh(), in_specs=(EP, P()), out_specs=EP
+    )
+    program = jax.jit(ranks)
     for active in np.eye(R, dtype=bool) ^ True:
-        body = functools.partial(new.move, old=old, new=new)
-        ranks = jax.shard_map(lambda w, active: body(w, active=active), mesh=mesh(), in_specs=(EP, P()), out_specs=EP)
-        moved = np.asarray(jax.jit(ranks)(w, active)).reshape(R, S, 2)
+        moved = np.asarray(program(w, active)).reshape(R, S, 2)
         left = old.without(active)
         for rank in np.flatnonzero(active):
             for slot, expert in enumerate(new.experts[rank]):

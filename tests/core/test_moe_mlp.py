@@ -1,6 +1,7 @@
 """`xm.moe_mlp`: the bits of its parts, written out here; derivatives, remat, export, errors."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import subprocess
@@ -308,8 +309,9 @@ def test_replicated_tokens(layout, mesh4):
         assert_near(out, dense(case, x, idx, weights, experts), 2e-6)
 
 
+@pytest.mark.parametrize("kernels", [False, True], ids=["composition", "as on Hopper"])
 @pytest.mark.parametrize("how", ["placement", "exact"])
-def test_the_result_does_not_depend_on_where_experts_are(how, mesh4):
+def test_the_result_does_not_depend_on_where_experts_are(how, kernels, mesh4):
     """Expert 0, which most tokens name, is on two ranks; or a placement is computed for the batch. Other groups of rows
     give `ragged_dot` other sums on a CPU."""
     case = Case()
@@ -323,8 +325,9 @@ def test_the_result_does_not_depend_on_where_experts_are(how, mesh4):
 
     exact = functools.partial(call, case, balance="exact", return_info=True)
     given = x, idx, weights, experts
-    (out, info), gradients = values_and_gradients(mesh4, exact if how == "exact" else moved, given)
-    (expected, _), at_home = values_and_gradients(mesh4, functools.partial(call, case, return_info=True), given)
+    with plain_hopper.in_the_kernels_place() if kernels else contextlib.nullcontext():
+        (out, info), gradients = values_and_gradients(mesh4, exact if how == "exact" else moved, given)
+        (expected, _), at_home = values_and_gradients(mesh4, functools.partial(call, case, return_info=True), given)
     assert_near(out, expected, 2e-6)
     assert int(info.num_dropped.sum()) == 0
     assert_near(gradients, at_home, 2e-6)
