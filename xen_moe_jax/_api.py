@@ -83,7 +83,8 @@ def dispatch(
       balance: "exact": a placement is computed from this batch's counts, which one more all-gather brings to all ranks.
         No rank gets more than `T * K` rows, and none is dropped, whatever the routing: `C = T * K`, and room for the
         padding of `alignment`. `routed.handle.placement.move(weights, None, routed.handle.placement)` brings weights
-        from the experts' homes to the slots; it does not wait for the rows. Grouped layout only.
+        from the experts' homes to the slots; it does not wait for the rows. Grouped layout only. With `active`, these
+        ranks share the rows, and experts at home on an inactive rank get none; give `active` to `move` too.
       slots_per_rank: `S` of `balance="exact"`, `L + 1` or more; None is `L + ceil(L / 4)`. A rank fetches at most
         `S - L` experts, but where many small experts have to move: then up to `S`.
       config: tuning; never changes the result.

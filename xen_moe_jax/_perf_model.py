@@ -74,7 +74,8 @@ class Prediction:
       rows_fast, rows_slow: rows that the busiest rank sends over the fast and over the slow link.
       row_bytes: bytes of one row on the wire, scales included.
       bytes_fast, bytes_slow: bytes that the busiest rank sends over each link.
-      bytes_local: rows that the busiest rank places, or adds up, once for each slot, as they lie in memory.
+      bytes_local: rows that the busiest rank places, or adds up, once for each slot, as they lie in memory; "balance":
+        weights that it copies to a slot of its own.
       seconds: predicted time of the operation.
       bound: "fast", "slow", "memory" or "fixed": the largest term.
       seconds_saved: "balance": what the experts of the busiest rank take less; 0 for other operations.
@@ -211,12 +212,18 @@ def _fetched_weights(
     near = (parts > 0) & (home != rank) & ~far
     size = 3 * matrix * jnp.dtype(dtype).itemsize
     fast, slow = float(near.sum(axis=1).max()), float(far.sum(axis=1).max())
-    terms = {"fixed": links.fixed[0], "fast": fast * size / links.fast, "slow": slow * size / links.slow}
+    own = float(((parts > 0) & (home == rank)).sum(axis=1).max()) * size
+    terms = {
+        "fixed": links.fixed[0],
+        "fast": fast * size / links.fast,
+        "slow": slow * size / links.slow,
+        "memory": own / links.memory,
+    }
     before = np.bincount(home, counts.sum(axis=0), ranks).max()
     saved = float(before - parts.sum(axis=1).max()) * 6 * matrix / links.flops
-    seconds = terms["fixed"] + max(terms["fast"], terms["slow"])
+    seconds = terms["fixed"] + max(terms[name] for name in terms if name != "fixed")
     bound = max(terms, key=lambda name: terms[name])
-    return Prediction(fast, slow, size, fast * size, slow * size, 0.0, seconds, bound, saved)
+    return Prediction(fast, slow, size, fast * size, slow * size, own, seconds, bound, saved)
 
 
 def _counts(topk_idx: np.ndarray, tokens: int, experts: int, top_k: int, ranks: int) -> np.ndarray:
