@@ -133,8 +133,6 @@ def _lowering(
         axis_name = _axis_of(params)
         backend = backends.for_lowering(platform, params["config"], axis_name)
         function = backend.operation(operation)
-        if function is None and otherwise is None:
-            raise NotImplementedError(f"the {backend.name} backend does not run {operation}")
         known = {name: value for name, value in params.items() if name not in NOT_FOR_BACKENDS}
         known["config"] = _tuned_config(operation, ctx, params)
         avals = _plain_avals(ctx)
@@ -142,7 +140,9 @@ def _lowering(
         if function is not None:
             call = (Call if "spec" in known else Move if "new_slots" in known else Exchange)(**known)
         if function is None or (otherwise is not None and not backend.runs(operation, avals, call)):
-            return _lower(ctx, operands, avals, functools.partial(otherwise, **params))  # type: ignore[arg-type]
+            if otherwise is None:
+                raise NotImplementedError(f"the {backend.name} backend does not run {operation}")
+            return _lower(ctx, operands, avals, functools.partial(otherwise, **params))
         backend.check_wire(params.get("wire"))
         if "spec" in params and not backend.takes_nodes:
             _nodes.check_backend(params["spec"], params["config"], backend.name)

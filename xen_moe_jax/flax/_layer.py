@@ -81,7 +81,7 @@ def moe_on_rank(
     if members.placement is not None:
         _validate.placement(members.placement, config.num_experts, jax.lax.axis_size(config.axis_name), "MoE")
     if members.placement is not None and config.num_slots is None:
-        where = {"axis_name": config.axis_name, "active": members.active, "config": config.kernel}
+        where: dict[str, Any] = {"axis_name": config.axis_name, "active": members.active, "config": config.kernel}
         parts = members.placement.move(parts, None, members.placement, **where)
     if config.replicated_tokens:
         chosen_here = topk_idx is None and members.placement is None
