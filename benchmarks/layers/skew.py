@@ -79,6 +79,7 @@ def drifting(share: np.ndarray, batches: int, seed: int, tokens: int = 2048) -> 
     return np.stack(out)
 
 
+@functools.cache
 def traces() -> dict[str, np.ndarray]:
     """int64 `[101, 64]` each: the recorded ones, and drawn ones whose shares drift."""
     recorded = np.asarray(json.loads(TRACE.read_text())["counts"])  # [step, layer, expert]
