@@ -58,10 +58,10 @@ def order_by_blocks(bins: jax.Array, num_bins: int) -> tuple[jax.Array, jax.Arra
     blocks = -(-n // BLOCK)
     keys = ops.where((bins >= 0) & (bins < num_bins), bins, num_bins)
     keys = lax.pad(keys, jnp.int32(num_bins), [(0, blocks * BLOCK - n, 0)]).reshape(blocks, BLOCK)
-    names = lax.iota(jnp.int32, num_bins + 1)
+    names = lax.iota(jnp.int32, num_bins + 1)[None, None]
     counts = jnp.sum(keys[:, :, None] == names, axis=1, dtype=jnp.int32)  # [blocks, bins]
     places = lax.iota(jnp.int32, BLOCK)
-    same = (keys[:, None, :] == keys[:, :, None]) & (places[None, :] < places[:, None])
+    same = (keys[:, None, :] == keys[:, :, None]) & (places[None, None, :] < places[None, :, None])
     inside = jnp.sum(same, axis=2, dtype=jnp.int32)
     before = exclusive_cumsum(counts, axis=0)
     at = lax.broadcasted_iota(jnp.int32, keys.shape, 0) * (num_bins + 1) + keys

@@ -53,6 +53,7 @@ def experts_and_combine(function: ExpertFunction, weights: mlp.Weights, routed: 
     """Returns `[T, H]`: the experts' outputs for the rows of `routed`, added up for each token."""
     by_rows = function.apply_weights_to == "rows"
     own = function.experts is None and function.layout == "grouped"
+    own = own and routed.handle.placement is None  # or rows go home one by one and are weighted there
     own = own and not any(isinstance(weight, QuantizedWeight) for weight in weights.values())  # it has no derivative
     if own and grouped_matmul.by_hopper(function.grouped_matmul, routed.x, weights["up"]):
         if by_rows:
