@@ -134,6 +134,25 @@ void StagingMemory::ReclaimIfStale() {
   if (lock.owns_lock()) Reclaim();
 }
 
+void StagingMemory::Remap(uint32_t number) {
+  FreeOlderThan(newest_.load());
+  for (Generation& generation : generations_) {
+    generation.number = number;
+    Block& block = generation.blocks.front();
+    for (int rank = 0; block.staging != nullptr && rank < groups_.ranks(); ++rank) {
+      block.peers[rank] = mapping_.Peer(block.staging, rank);
+    }
+  }
+  newest_ = number;
+}
+
+void* StagingMemory::Newest(Needs* needs) const {
+  if (generations_.empty()) return nullptr;
+  const Generation& newest = generations_.back();
+  *needs = {newest.flag_bytes, newest.data_bytes, newest.scratch_bytes};
+  return newest.blocks.front().staging;
+}
+
 void StagingMemory::ClearFlags() {
   FreeOlderThan(newest_.load());
   for (size_t i = 0; i < groups_.local().size(); ++i) {

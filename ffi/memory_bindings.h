@@ -25,6 +25,8 @@ auto WithoutGil(F f) {
 // `link`: the kernels between nodes of several processes; null where the module has none.
 void BindMemory(nanobind::module_& module, Devices* gpus, const LinkKernels* link = nullptr);
 // `provider`: that of ffi/nccl_memory.h, or one that tests wrap around it.
+// Functions for groups whose processes come and go: ffi/ipc_bindings.cc.
+void BindIpc(nanobind::module_& m);
 void BindNccl(nanobind::module_& module, Devices* gpus, const MemoryProvider* provider);
 
 }  // namespace xen_moe

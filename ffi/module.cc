@@ -164,4 +164,5 @@ NB_MODULE(_cuda, m) {
   m.attr("nccl_headers") = NcclLinkHeaders();
   m.def("nccl_ranks_per_node", [] { return WithoutGil([] { return NcclRanksPerNode(); }); });
   BindNccl(m, &CudaDevices(), NcclProvider());
+  BindIpc(m);
 }

@@ -98,6 +98,12 @@ void PersistentMemory::Join(double seconds) {
   settled_ = true;
 }
 
+void PersistentMemory::Remap() {
+  Block& block = blocks_.front();
+  for (int rank = 0; rank < groups_.ranks(); ++rank) block.mailboxes[rank] = mapping_.Peer(block.mailbox, rank);
+  FillControl(0);
+}
+
 void PersistentMemory::Leave() {
   settled_ = false;
   for (const Block& block : blocks_) {

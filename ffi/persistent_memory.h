@@ -45,7 +45,12 @@ class PersistentMemory {
   // Within one process: frees everything. No kernel may use the memory any more.
   void Free();
 
+  // Between processes: maps the other processes' mailboxes anew, and writes the tables. Nothing may run.
+  void Remap();
+
   bool made() const { return !blocks_.empty(); }
+  // The mailbox of local rank `i` as its process has allocated it.
+  void* own(size_t i) const { return blocks_[i].mailbox; }
   // Returns whether kernels and other threads may use it.
   bool settled() const { return settled_.load(std::memory_order_acquire); }
   const std::vector<Member>& members() const { return members_; }

@@ -64,6 +64,32 @@ void Recovery::Reset(double seconds) {
   if (groups_.across()) changes_.Agree("restarted", Vote{}, seconds, masked_);
 }
 
+void Recovery::Quiet(double seconds) {
+  Interrupt(seconds);
+  if (persistent_.made() && !persistent_.WaitIdle(seconds)) {
+    Refuse("a GPU of this process was still busy after " + std::to_string(static_cast<int>(seconds)) +
+           " s, not with an operation of this library: those have been told to end");
+  }
+}
+
+void Recovery::Adopt(const std::set<int>& gone, uint32_t epoch, uint32_t generation, const std::function<void()>& map,
+                     double seconds) {
+  const auto lock = changes_.Begin(seconds);
+  if (!persistent_.made()) return;
+  {
+    std::lock_guard<std::mutex> dead_lock(dead_mutex_);
+    dead_ = gone;
+    left_out_ = gone;
+  }
+  map();
+  {
+    std::unique_lock<std::shared_mutex> launching(staging_.launching());
+    persistent_.Remap();
+    staging_.Remap(generation);
+  }
+  Restart(epoch);
+}
+
 std::set<int> Recovery::LeftOut() {
   std::lock_guard<std::mutex> lock(dead_mutex_);
   return left_out_;

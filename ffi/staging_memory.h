@@ -47,6 +47,11 @@ class StagingMemory {
   // Writes the ring of tables of every local rank. `alone`: nothing runs, and the newest generation is used from now
   // on.
   void WriteTables(bool alone);
+  // Between processes: keeps the newest generation alone, which is number `number` from now on, and maps the other
+  // processes' memory of it anew. For a reset, as ClearFlags.
+  void Remap(uint32_t number);
+  // Returns the newest generation's block of local rank 0, and sets `needs` to its sizes; null where there is none.
+  void* Newest(Needs* needs) const;
   // Within one process: frees all generations. No kernel may use the memory any more.
   void FreeAll();
 

@@ -36,6 +36,11 @@ const Member* Workspace::Find(int ordinal) const {
   return nullptr;
 }
 
+std::pair<void*, void*> Workspace::Shown(Needs* needs) const {
+  if (!across() || !persistent_.made()) return {nullptr, nullptr};
+  return {persistent_.own(0), staging_.Newest(needs)};
+}
+
 bool Workspace::Failed() const { return (flights_ && flights_->Failed()) || recovery_.Failed(); }
 
 std::string Workspace::Failure() const {

@@ -8,9 +8,12 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <set>
 #include <shared_mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ffi/recovery.h"
@@ -47,6 +50,14 @@ class Workspace {
   void MarkDead(int process, bool clean) { recovery_.MarkDead(process, clean); }
   void FailOnlyWhenNeeded() { recovery_.FailOnlyWhenNeeded(); }
   std::set<int> LeftOut() { return recovery_.LeftOut(); }
+  void Quiet(double seconds) { recovery_.Quiet(seconds); }
+  void Adopt(const std::set<int>& gone, uint32_t epoch, uint32_t generation, const std::function<void()>& map,
+             double seconds) {
+    recovery_.Adopt(gone, epoch, generation, map, seconds);
+  }
+  // Between processes: this process's blocks that the others map, the mailbox and the newest staging memory, with the
+  // sizes of the latter. Null where there are none.
+  std::pair<void*, void*> Shown(Needs* needs) const;
   // These include the workspace of asynchronous operations.
   bool Failed() const;
   std::string Failure() const;
