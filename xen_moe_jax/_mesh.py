@@ -24,7 +24,7 @@ _groups: dict[str, Any] = {}
 
 def join(axis_name: str, group: Any) -> None:
     """From now on `axis_name` is the axis of `group` wherever no mesh has an axis of that name: `xen_moe_jax.elastic`.
-    A group has `rank`, `num_ranks`, `exchange`, `good` and `failure`."""
+    A group has `rank`, `num_ranks`, `exchange`, `good`, `failure` and `device_keys`."""
     if axis_name in _groups:
         raise ValueError(f"axis_name={axis_name!r}: this process has, or had, another group of that name")
     _groups[axis_name] = group
@@ -145,8 +145,9 @@ def next_exchange() -> int:
 
 
 def lowering_mesh() -> Any:
-    """The mesh that an operation is being lowered for; an `AbstractMesh` where no devices are known."""
+    """The mesh that an operation is being lowered for; an `AbstractMesh` where no devices are known, None in a
+    group."""
     mesh = _lowering_mesh.get()
-    if mesh is None:
+    if mesh is None and not _groups:
         raise ValueError("xen_moe_jax operations must be inside jax.shard_map when they are lowered")
     return mesh

@@ -114,7 +114,7 @@ def _effects(params: dict[str, Any]) -> Any:
     config = params["config"]
     if config.backend == "pallas" and config.interpret:
         return _jax_internals.interpret_effects()
-    return _ranks.effects(_axis_of(params))
+    return _ranks.effects(_axis_of(params), config)
 
 
 def _axis_of(params: dict[str, Any]) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ def _lowering(
         run: Callable[..., Any] = functools.partial(function, call)
         if mask is not None and not backend.takes_active:
             run = _masked(run, mask, finish, params["spec"])
-        if _ranks.in_group(axis_name):
+        if _ranks.by_host(axis_name, params["config"]):
             run = _guarded(run, operation, axis_name, takes_active=mask is not None)
         avals = backend.operand_avals(operation, avals, call)
         with jax.enable_x64(False) if backend.in_32_bits else contextlib.nullcontext():

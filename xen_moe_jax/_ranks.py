@@ -19,6 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from xen_moe_jax import _jax_internals, _mesh
+from xen_moe_jax._config import KernelConfig
 
 type Names = tuple[str, ...]
 
@@ -133,11 +134,12 @@ def _poison(place: int, x: jax.Array, operation: str) -> jax.Array:
     return jnp.asarray(jnp.nan if _floats(x) else 0 if counts else -1, x.dtype)
 
 
-def effects(axis_name: Sequence[str]) -> Any:
-    """Effects of an operation over this axis: the processes of a group must exchange in the same order."""
-    return {_jax_internals.ORDERED_EXCHANGE} if in_group(axis_name) else set()
+def effects(axis_name: Sequence[str], config: KernelConfig) -> Any:
+    """Effects of an operation over this axis: the processes of a group must exchange in the same order. Kernels need
+    no order, because they tell operations apart by themselves."""
+    return {_jax_internals.ORDERED_EXCHANGE} if by_host(axis_name, config) else set()
 
 
-def in_group(axis_name: Sequence[str]) -> bool:
-    """Returns True if the axis is that of an `elastic.Group` of this process."""
-    return _mesh.group_of(tuple(axis_name)) is not None
+def by_host(axis_name: Sequence[str], config: KernelConfig) -> bool:
+    """Returns True if the axis is that of an `elastic.Group` of this process, whose ranks exchange through the host."""
+    return _mesh.group_of(tuple(axis_name)) is not None and config.backend != "cuda"

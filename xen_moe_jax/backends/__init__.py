@@ -33,13 +33,14 @@ def for_lowering(platform: str | None, config: KernelConfig, axis_name: tuple[st
       BackendUnavailable: it was asked for by name and cannot be loaded.
     """
     if _mesh.group_of(axis_name) is not None:
-        if config.backend not in (None, "reference") or platform not in IN_GROUPS:
+        by_kernels = config.backend == "cuda" and platform == "cuda"
+        if not by_kernels and (config.backend not in (None, "reference") or platform not in IN_GROUPS):
             raise ValueError(
                 f"KernelConfig.backend={config.backend!r} on platform {platform!r} over the axis {axis_name} of an "
                 f"elastic.Group: its ranks exchange through the host, by plain JAX, on {', '.join(IN_GROUPS)}; use "
-                "backend=None"
+                "backend=None, or 'cuda' on GPUs"
             )
-        return load("reference")
+        return load("cuda" if by_kernels else "reference")
     name = config.backend or for_platform(platform)
     if config.backend is not None:
         _check_platform(name, platform, config)

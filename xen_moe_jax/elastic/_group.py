@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
+import time
 from typing import Any
 
 import jax
@@ -12,10 +13,13 @@ import numpy as np
 
 from xen_moe_jax import _mesh, _validate, balance
 from xen_moe_jax._placement import Placement
+from xen_moe_jax.backends.cuda.members import Members
 from xen_moe_jax.elastic._board import MOST_SLOTS, Board
 from xen_moe_jax.elastic._membership import Membership, Settled
 from xen_moe_jax.elastic._rows import GaveUp, Rows
 
+WATCH_S = 0.01
+"""Interval in which a thread looks after the members where kernels wait for them, and not the host."""
 ROOM_S = 600.0
 """How long members with too few slots for all experts wait for another one."""
 
@@ -110,6 +114,8 @@ class Group:
         self._failure = ""
         self._failing = threading.Lock()
         self._closed = False
+        self._kernels: Members | None = None
+        self._changing = threading.Lock()
         _mesh.join(axis_name, self)
         if placement is not None:
             self.placement = self._placed(placement.without(self.active()))
@@ -152,7 +158,8 @@ class Group:
         if self.view:
             raise RuntimeError("elastic.Group.join: this process is a member already")
         self._membership.announce()
-        return self._adopt(self._membership.enter(start_with, timeout_s))
+        with self._changing:
+            return self._adopt(self._membership.enter(start_with, timeout_s))
 
     def boundary(self, step: int) -> Change | None:
         """Call it before every step, with the number of the step, when nothing runs. Returns None where nothing has
@@ -186,7 +193,9 @@ class Group:
 
     def _settle(self, step: int) -> Change:
         share = b"" if self.placement is None else np.asarray(self.placement.experts, np.int32).tobytes()
-        return self._adopt(self._membership.settle(_validate.integer(step, "step", "elastic.Group", minimum=0), share))
+        step = _validate.integer(step, "step", "elastic.Group", minimum=0)
+        with self._changing:
+            return self._adopt(self._membership.settle(step, share))
 
     def _adopt(self, settled: Settled) -> Change:
         joined, lost = settled.joined, settled.lost
@@ -238,6 +247,34 @@ class Group:
                 f"{self._membership.members}: pass group.active() anew after every Change"
             )
         return not self._failure
+
+    def device_keys(self) -> np.ndarray:
+        """int64 `[1, R]`: this rank's GPU and those of the others, as the kernels know them. Starts their memory."""
+        if self._kernels is None:
+            if self.view:
+                raise RuntimeError(
+                    "elastic.Group: the first program with backend='cuda' was compiled after join(): compile and run "
+                    "every program before"
+                )
+            self._kernels = self._membership.memory = Members(self.rank, self.num_ranks)
+            threading.Thread(target=self._watch, name="xen_moe_jax members", daemon=True).start()
+        return self._kernels.keys
+
+    def _watch(self) -> None:
+        """Tells kernels that wait when they wait in vain."""
+        told: set[tuple[int, int]] = set()
+        while not self._closed:
+            time.sleep(WATCH_S)
+            with self._changing:
+                view, members = self._membership.number, self._membership.members
+                assert self._kernels is not None
+                for member in members:
+                    if (view, member) not in told and member != self.rank and self._membership.gone(member):
+                        told.add((view, member))
+                        self._kernels.mark_dead(member)
+                if (view, -1) not in told and view and self._membership.interrupted():
+                    told.add((view, -1))
+                    self._kernels.interrupt()
 
     def failure(self) -> str:
         """Why an operation has failed since the last `Change`; "" if none has."""

@@ -13,7 +13,9 @@ import base64
 import dataclasses
 import os
 import select
+import threading
 import time
+from typing import Any, Protocol
 
 from xen_moe_jax.backends.cuda import liveness
 from xen_moe_jax.elastic._board import CHANGE, LEFT, PROPOSAL, URGENT, WAITING, Board, fence
@@ -38,6 +40,16 @@ class Settled:
     share: bytes
 
 
+class Memory(Protocol):
+    """Memory of a rank that the members map anew in every view: `backends.cuda.members.Members`."""
+
+    def arrive(self) -> Any:
+        """Makes the rank quiet, and returns what the others need to map its memory; JSON can hold it."""
+
+    def adopt(self, view: int, shown: dict[int, Any]) -> None:
+        """Maps the members' memory, by rank, and starts again with them."""
+
+
 class Membership:
     """This process in slot `slot` of a group; before it is let in, its view is of itself alone, with number 0."""
 
@@ -46,9 +58,11 @@ class Membership:
         self._identity = liveness.identity()
         self._held: dict[str, int | None] = {}  # by identity: a pidfd, or None for a process that has ended
         self._polls: dict[int, select.poll] = {}
+        self._looking = threading.Lock()
         self.slot = self._claim(slot)
         self.number, self._identities = 0, {self.slot: self._identity}
         self.members: tuple[int, ...] = (self.slot,)
+        self.memory: Memory | None = None
 
     def _claim(self, slot: int | None) -> int:
         limit = time.monotonic() + self._timeout_s
@@ -81,6 +95,10 @@ class Membership:
         """Whether the process has ended; one that is stopped or busy has not."""
         if identity == self._identity:
             return False
+        with self._looking:
+            return self._look(identity)
+
+    def _look(self, identity: str) -> bool:
         if identity not in self._held:
             try:
                 self._held[identity] = descriptor = liveness.hold(identity)
@@ -206,14 +224,21 @@ class Membership:
                     f"within {self._timeout_s:g} s"
                 )
             self._identities = members
-            says = {"old": old, "step": step, "share": base64.b64encode(share).decode()}
+            shown = None if self.memory is None else self.memory.arrive()
+            says = {"old": old, "step": step, "share": base64.b64encode(share).decode(), "memory": shown}
             self._board.put(f"arrived.{number}.{self.slot}", says)
-            arrived = self._await(number, sorted(members))
-            if arrived is not None:
+            arrived = self._await("arrived", number, sorted(members))
+            if arrived is None:
+                continue
+            if self.memory is None:
+                break
+            self.memory.adopt(number, {s: a["memory"] for s, a in arrived.items()})
+            self._board.put(f"adopted.{number}.{self.slot}", True)  # no rank stores where another has yet to clear
+            if self._await("adopted", number, sorted(members)) is not None:
                 break
         olds = {s: a for s, a in arrived.items() if a["old"]}
         self.number, self.members = number, tuple(sorted(members))
-        for path in self._board.folder.glob(f"arrived.*.{self.slot}"):
+        for path in self._board.folder.glob(f"a*.*.{self.slot}"):
             if int(path.name.split(".")[1]) < number - 1:  # others may still read the newest two
                 path.unlink(missing_ok=True)
         lowest = olds[min(olds)] if olds else {"share": ""}
@@ -241,13 +266,13 @@ class Membership:
         self.propose(urgent=False)
         return self.settle(settled.step, settled.share)
 
-    def _await(self, number: int, members: list[int]) -> dict[int, dict] | None:
-        """What each member said on arriving; None if there is a newer proposal by now."""
+    def _await(self, stage: str, number: int, members: list[int]) -> dict[int, Any] | None:
+        """What each member said in this stage; None if there is a newer proposal by now."""
         limit = time.monotonic() + self._timeout_s
-        arrived: dict[int, dict] = {}
+        arrived: dict[int, Any] = {}
         while True:
             for slot in members:
-                if slot not in arrived and (says := self._board.get(f"arrived.{number}.{slot}")) is not None:
+                if slot not in arrived and (says := self._board.get(f"{stage}.{number}.{slot}")) is not None:
                     arrived[slot] = says
             if self._board.words[PROPOSAL] != number:
                 return None

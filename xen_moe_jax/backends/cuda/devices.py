@@ -26,6 +26,11 @@ def groups(mesh: Any, axis_name: Sequence[str], axis_index_groups: Any = None) -
     Raises:
       ValueError: the program is lowered for GPUs of this job and no mesh with devices is known.
     """
+    group = _mesh.group_of(tuple(axis_name))
+    if group is not None:
+        if axis_index_groups is not None:
+            raise NotImplementedError("axis_index_groups inside an elastic.Group: its ranks exchange all together")
+        return group.device_keys()
     sizes = dict(mesh.shape)
     keys = -1 - np.arange(mesh.size, dtype=np.int64).reshape(tuple(sizes.values()))
     if _mesh.lowering_exported():

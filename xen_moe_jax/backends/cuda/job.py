@@ -26,6 +26,21 @@ def device_key(compiled: Any, device: Any) -> int:
     return device.process_index * compiled.devices_per_process + (device.id if ordinal is None else ordinal)
 
 
+def describe_as(compiled: Any, process: int, count: int, keys: list[int]) -> None:
+    """Tells the compiled module that this is process `process` of `count`, with these devices: not those of JAX's job.
+
+    Raises:
+      ValueError: it has been told of a job already.
+    """
+    with _lock:
+        if compiled in _described:
+            raise ValueError(
+                "elastic.Group: this process has run operations on its GPU outside the group: open it before"
+            )
+        compiled.configure(process, count, keys)
+        _described.add(compiled)
+
+
 def describe(compiled: Any) -> bool:
     """Tells the compiled module which devices the job has, once. Returns False where this process has no GPUs."""
     if not has_gpus():

@@ -43,6 +43,13 @@ def start(compiled: Any) -> None:
         _start_once(compiled)
 
 
+def started_by_a_group() -> None:
+    """Memory between processes is an `elastic.Group`'s: `start` has nothing to do."""
+    global _started
+    with _starting:
+        _started = True
+
+
 def _start_once(compiled: Any) -> None:
     global _started, _failed, _domain
     if _started:
