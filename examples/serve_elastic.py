@@ -114,13 +114,19 @@ def decode_step(dense, cache, tokens, positions, used, moe):
     return jnp.argmax(norm(x) @ dense["out"], axis=-1).astype(jnp.int32), cache
 
 
-def make_step(axis_name: str):
-    """The compiled step of a rank: `step(dense, experts, cache, tokens, positions, used, active, placement)`."""
+def make_step(axis_name: str, kernels: bool):
+    """The compiled step of a rank: `step(dense, experts, cache, tokens, positions, used, active, placement)`.
+
+    `kernels`: GPUs store into each other's memory. Otherwise rows go through the host.
+    """
     import jax
 
     import xen_moe_jax as xm
 
-    config = xm.KernelConfig(chunk_tokens=ROWS * TOP_K)  # all rows in one round: a round costs more than its rows
+    if kernels:
+        config = xm.KernelConfig(backend="cuda", timeout_s=TIMEOUT_S)
+    else:
+        config = xm.KernelConfig(chunk_tokens=ROWS * TOP_K)  # all rows in one round: a round costs more than its rows
 
     def step(dense, experts, cache, tokens, positions, used, active, placement):
         def moe(layer, x, topk_idx, topk_weights):
@@ -191,7 +197,7 @@ class Row:
 class Rank:
     """The process of one rank."""
 
-    def __init__(self, folder: pathlib.Path, ranks: int, slot: int) -> None:
+    def __init__(self, folder: pathlib.Path, ranks: int, slot: int, kernels: bool = False) -> None:
         import jax
         import jax.numpy as jnp
         import numpy as np
@@ -210,7 +216,7 @@ class Rank:
         self.put = jax.jit(
             lambda all_of, one, slot: jax.tree.map(lambda a, b: a.at[:, slot].set(b), all_of, one), donate_argnums=0
         )
-        self.run = make_step(self.group.axis_name)
+        self.run = make_step(self.group.axis_name, kernels)
         self.cache, self.rows, self.advanced = empty_cache(), [None] * ROWS, []
         self.now_members()
         for slot_of_mine in range(SLOTS):  # warm up, alone
@@ -298,7 +304,8 @@ class Rank:
             out = self.step()
             try:
                 xm.check()
-            except xm.OperationFailed:
+            except xm.OperationFailed as error:
+                print(f"rank {self.group.rank}: {error}", flush=True)
                 began = time.monotonic()
                 step = self.adopt(self.group.recover(step), step, began)
                 continue
@@ -313,8 +320,8 @@ class Rank:
 class Front:
     """Starts ranks, hands out requests, collects tokens, and knows which rank has which request."""
 
-    def __init__(self, folder: pathlib.Path, ranks: int) -> None:
-        self.folder, self.ranks = folder, ranks
+    def __init__(self, folder: pathlib.Path, ranks: int, kernels: bool = False) -> None:
+        self.folder, self.ranks, self.kernels = folder, ranks, kernels
         self.listener = multiprocessing.connection.Listener(str(folder / "front"), "AF_UNIX", backlog=ranks)
         self.processes: dict[int, subprocess.Popen] = {}
         self.links: dict[int, multiprocessing.connection.Connection] = {}
@@ -330,6 +337,7 @@ class Front:
     def start(self, slot: int, start_with: int = 1) -> None:
         """Starts the process of a rank."""
         arguments = ["--rank", str(slot), "--folder", str(self.folder), "--ranks", str(self.ranks)]
+        arguments += ["--kernels"] * self.kernels
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         self.processes[slot] = subprocess.Popen(
             [sys.executable, __file__, *arguments, "--start-with", str(start_with)], env=environment
@@ -439,7 +447,7 @@ class Front:
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
-def main(ranks: int = 4, seconds: float = 12.0, plot: str | None = None) -> dict:
+def main(ranks: int = 4, seconds: float = 12.0, plot: str | None = None, kernels: bool = False) -> dict:
     """Serves for about `seconds`: a rank is killed after a quarter, and started again at once.
 
     Returns:
@@ -449,7 +457,7 @@ def main(ranks: int = 4, seconds: float = 12.0, plot: str | None = None) -> dict
     folder = pathlib.Path(tempfile.mkdtemp(prefix="xen_moe_serve_", dir="/dev/shm"))
     try:
         make_checkpoint(folder)
-        with Front(folder, ranks) as front:
+        with Front(folder, ranks, kernels) as front:
             _serve(front, seconds)
             result = _report(front)
         if plot:
@@ -526,13 +534,14 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--plot", metavar="FILE.png")
+    parser.add_argument("--kernels", action="store_true", help="on GPUs: by CUDA kernels, not through the host")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--start-with", type=int, default=1, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank is not None:
-        Rank(given.folder, given.ranks, given.rank).serve(given.start_with)
+        Rank(given.folder, given.ranks, given.rank, given.kernels).serve(given.start_with)
     else:
-        outcome = main(given.ranks, given.seconds, given.plot)
+        outcome = main(given.ranks, given.seconds, given.plot, given.kernels)
         outcome["all right"] = outcome.pop("tokens") == outcome.pop("expected")
         print(outcome)

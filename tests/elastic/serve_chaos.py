@@ -29,7 +29,7 @@ def example():
     return module
 
 
-def run(ranks: int, kills: int, seed: int, least: int = 2, seconds: float = 1e9) -> dict:
+def run(ranks: int, kills: int, seed: int, least: int = 2, seconds: float = 1e9, kernels: bool = False) -> dict:
     """Serves until `kills` ranks have been killed, or `seconds` have gone by.
 
     Returns:
@@ -46,7 +46,7 @@ def run(ranks: int, kills: int, seed: int, least: int = 2, seconds: float = 1e9)
     killed: list[float] = []
     try:
         serve.make_checkpoint(folder)
-        with serve.Front(folder, ranks) as front:
+        with serve.Front(folder, ranks, kernels) as front:
             for slot in range(ranks):
                 front.start(slot, start_with=ranks)
             began = last = time.monotonic()
@@ -132,9 +132,10 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kernels", action="store_true")
     given = parser.parse_args()
     os.environ["XLA_FLAGS"] = f"{quick_compiler.FLAGS} --xla_backend_optimization_level=0"
-    figures = run(given.ranks, given.kills, given.seed, seconds=given.seconds)
+    figures = run(given.ranks, given.kills, given.seed, seconds=given.seconds, kernels=given.kernels)
     for name in ("pause_s", "let_in_s", "stopped_s"):
         values = sorted(figures[name]) or [float("nan")]
         figures[name] = {"median": values[len(values) // 2], "most": values[-1], "number": len(figures[name])}
