@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import functools
 import multiprocessing.connection
@@ -72,6 +73,26 @@ def load_expert(folder: pathlib.Path, expert: int) -> dict:
 
     with np.load(folder / f"expert{max(expert, 0)}.npz") as file:
         return {name: array * (expert >= 0) for name, array in file.items()}
+
+
+def publish_experts(folder: pathlib.Path):
+    """Lets ranks read experts from this process's memory (`xen_moe_jax.transfer`) instead of from files. Returns the
+    engine, which the caller closes."""
+    import xen_moe_jax.transfer as xt
+
+    engine = xt.Engine(name="weights")
+    for expert in range(EXPERTS):
+        engine.publish(f"expert{expert}", load_expert(folder, expert))
+    (folder / "weights").write_bytes(engine.descriptor)
+    return engine
+
+
+def read_expert(engine, expert: int) -> dict:
+    """As `load_expert`, from the process that has published the experts."""
+    import numpy as np
+
+    found = engine.read(engine.peer("weights")[f"expert{max(expert, 0)}"], timeout=TIMEOUT_S)
+    return {name: np.asarray(array) * (expert >= 0) for name, array in found.items()}
 
 
 # -- the decoder -------------------------------------------------------------------------------------------------------
@@ -205,13 +226,18 @@ class Rank:
         import xen_moe_jax as xm
 
         jax.config.update("jax_default_matmul_precision", "highest")  # a GPU rounds float32 otherwise
-        self.folder = folder
+        self.folder, self.engine = folder, None
+        if (folder / "weights").exists():
+            import xen_moe_jax.transfer as xt
+
+            self.engine = xt.Engine(name=f"rank{slot}-{os.getpid()}")
+            self.engine.connect((folder / "weights").read_bytes(), timeout=TIMEOUT_S)
         self.front = multiprocessing.connection.Client(str(folder / "front"), "AF_UNIX")
         self.front.send(slot)
         base = xm.balance.plan(np.ones(EXPERTS), num_ranks=ranks, slots_per_rank=SLOTS, min_replicas=1)
         self.group = xm.elastic.Group(folder / "group", ranks, slot=slot, placement=base, timeout_s=TIMEOUT_S)
         self.dense = jax.tree.map(jnp.asarray, load_dense(folder))
-        loaded = [load_expert(folder, int(e)) for e in self.group.experts]
+        loaded = [self.load(int(e)) for e in self.group.experts]
         self.experts = {name: jnp.stack([e[name] for e in loaded], axis=1) for name in loaded[0]}
         self.put = jax.jit(
             lambda all_of, one, slot: jax.tree.map(lambda a, b: a.at[:, slot].set(b), all_of, one), donate_argnums=0
@@ -231,6 +257,9 @@ class Rank:
         if event == "/jax/core/compile/backend_compile_duration":
             raise RuntimeError(f"something was compiled after the warm-up, for {seconds:.1f} s")
 
+    def load(self, expert: int) -> dict:
+        return load_expert(self.folder, expert) if self.engine is None else read_expert(self.engine, expert)
+
     def now_members(self) -> None:
         import jax
 
@@ -239,7 +268,7 @@ class Rank:
     def put_expert(self, slot: int, expert: int) -> None:
         import numpy as np
 
-        self.experts = self.put(self.experts, load_expert(self.folder, expert), np.int32(slot))
+        self.experts = self.put(self.experts, self.load(expert), np.int32(slot))
 
     def step(self):
         """Runs a step; returns the next token of each row, or garbage if `xm.check()` raises."""
@@ -312,6 +341,8 @@ class Rank:
             self.commit(out)
             step += 1
         self.group.close()
+        if self.engine is not None:
+            self.engine.close()
 
 
 # -- the front ---------------------------------------------------------------------------------------------------------
@@ -447,8 +478,12 @@ class Front:
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
-def main(ranks: int = 4, seconds: float = 12.0, plot: str | None = None, kernels: bool = False) -> dict:
+def main(
+    ranks: int = 4, seconds: float = 12.0, plot: str | None = None, kernels: bool = False, transfer: bool = False
+) -> dict:
     """Serves for about `seconds`: a rank is killed after a quarter, and started again at once.
+
+    `kernels`: see `make_step`. `transfer`: ranks read experts from this process (`publish_experts`).
 
     Returns:
       tokens, expected: lists of lists, for every request. pause_s: the longest time without a token after the kill.
@@ -457,7 +492,8 @@ def main(ranks: int = 4, seconds: float = 12.0, plot: str | None = None, kernels
     folder = pathlib.Path(tempfile.mkdtemp(prefix="xen_moe_serve_", dir="/dev/shm"))
     try:
         make_checkpoint(folder)
-        with Front(folder, ranks, kernels) as front:
+        engine = publish_experts(folder) if transfer else contextlib.nullcontext()
+        with engine, Front(folder, ranks, kernels) as front:
             _serve(front, seconds)
             result = _report(front)
         if plot:
@@ -535,6 +571,7 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--plot", metavar="FILE.png")
     parser.add_argument("--kernels", action="store_true", help="on GPUs: by CUDA kernels, not through the host")
+    parser.add_argument("--transfer", action="store_true", help="ranks read experts from the front, not from files")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--start-with", type=int, default=1, help=argparse.SUPPRESS)
@@ -542,6 +579,6 @@ if __name__ == "__main__":
     if given.rank is not None:
         Rank(given.folder, given.ranks, given.rank, given.kernels).serve(given.start_with)
     else:
-        outcome = main(given.ranks, given.seconds, given.plot, given.kernels)
+        outcome = main(given.ranks, given.seconds, given.plot, given.kernels, given.transfer)
         outcome["all right"] = outcome.pop("tokens") == outcome.pop("expected")
         print(outcome)

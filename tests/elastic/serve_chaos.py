@@ -8,6 +8,7 @@ minute in `tests/elastic/chaos.py`, whose members have no programs.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import pathlib
@@ -29,13 +30,21 @@ def example():
     return module
 
 
-def run(ranks: int, kills: int, seed: int, least: int = 2, seconds: float = 1e9, kernels: bool = False) -> dict:
+def run(
+    ranks: int,
+    kills: int,
+    seed: int,
+    least: int = 2,
+    seconds: float = 1e9,
+    kernels: bool = False,
+    transfer: bool = False,
+) -> dict:
     """Serves until `kills` ranks have been killed, or `seconds` have gone by.
 
     Returns:
-      kills, joins, requests, tokens; wrong: requests with another token than expected; pauses, let_in, stopped: lists
-      of seconds from a kill to the next token, from a newcomer's being ready to its first step, and of the others' stop
-      for it.
+      kills, joins, requests, tokens; wrong: requests with another token than expected; pause_s, let_in_s, stopped_s,
+      agreed_s: lists of seconds from a kill to the next token, from a newcomer's being ready to its first step, of the
+      others' stop for it, and from a failed step to the next one.
 
     Raises:
       RuntimeError: a rank ended by itself, or no token came for 60 s.
@@ -46,7 +55,8 @@ def run(ranks: int, kills: int, seed: int, least: int = 2, seconds: float = 1e9,
     killed: list[float] = []
     try:
         serve.make_checkpoint(folder)
-        with serve.Front(folder, ranks, kernels) as front:
+        engine = serve.publish_experts(folder) if transfer else contextlib.nullcontext()
+        with engine, serve.Front(folder, ranks, kernels) as front:
             for slot in range(ranks):
                 front.start(slot, start_with=ranks)
             began = last = time.monotonic()
@@ -96,12 +106,15 @@ def _figures(serve, front, killed: list[float]) -> dict:
         if tokens != serve.expected_tokens(front.folder, front.prompts[number], front.totals[number])
     ]
     log = front.log
-    members, pauses, let_in, stopped = set(), [], [], []
+    members, pauses, let_in, stopped, agreed = set(), [], [], [], []
     ready = {}
     for place, (when, kind, what) in enumerate(log):
         if kind == "kill" and what in members:
             members.discard(what)
-            change = next((i for i, (_, k, w) in enumerate(log[place:], place) if k == "change" and what in w[3]), None)
+            later = list(enumerate(log[place:], place))
+            again = next((i for i, (_, k, w) in later if k == "ready" and w[0] == what), len(log))
+            # none where a newcomer was killed before the others had let it in
+            change = next((i for i, (_, k, w) in later[: again - place] if k == "change" and what in w[3]), None)
             after = [t for t, k, w in log[change:] if k == "tokens" and w] if change is not None else []
             pauses += [after[0] - when] if after else []
         elif kind == "ready":
@@ -112,6 +125,8 @@ def _figures(serve, front, killed: list[float]) -> dict:
                 let_in.append(when - ready.pop(slot))
             elif joined and not lost:
                 stopped.append(seconds)
+            elif lost:
+                agreed.append(seconds)
             members.add(slot)
     return {
         "kills": len(killed),
@@ -122,6 +137,7 @@ def _figures(serve, front, killed: list[float]) -> dict:
         "pause_s": pauses,
         "let_in_s": let_in,
         "stopped_s": stopped,
+        "agreed_s": agreed,
         "seconds": log[-1][0] - log[0][0],
     }
 
@@ -133,10 +149,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--transfer", action="store_true")
     given = parser.parse_args()
     os.environ["XLA_FLAGS"] = f"{quick_compiler.FLAGS} --xla_backend_optimization_level=0"
-    figures = run(given.ranks, given.kills, given.seed, seconds=given.seconds, kernels=given.kernels)
-    for name in ("pause_s", "let_in_s", "stopped_s"):
+    figures = run(
+        given.ranks, given.kills, given.seed, seconds=given.seconds, kernels=given.kernels, transfer=given.transfer
+    )
+    for name in ("pause_s", "let_in_s", "stopped_s", "agreed_s"):
         values = sorted(figures[name]) or [float("nan")]
         figures[name] = {"median": values[len(values) // 2], "most": values[-1], "number": len(figures[name])}
     print(figures)
