@@ -218,7 +218,7 @@ class Row:
 class Rank:
     """The process of one rank."""
 
-    def __init__(self, folder: pathlib.Path, ranks: int, slot: int, kernels: bool = False) -> None:
+    def __init__(self, folder: pathlib.Path, ranks: int, slot: int, kernels: bool = False, gpus: int = 1) -> None:
         import jax
         import jax.numpy as jnp
         import numpy as np
@@ -226,6 +226,8 @@ class Rank:
         import xen_moe_jax as xm
 
         jax.config.update("jax_default_matmul_precision", "highest")  # a GPU rounds float32 otherwise
+        if kernels:
+            jax.config.update("jax_cuda_visible_devices", str(slot % gpus))
         self.folder, self.engine = folder, None
         if (folder / "weights").exists():
             import xen_moe_jax.transfer as xt
@@ -351,8 +353,8 @@ class Rank:
 class Front:
     """Starts ranks, hands out requests, collects tokens, and knows which rank has which request."""
 
-    def __init__(self, folder: pathlib.Path, ranks: int, kernels: bool = False) -> None:
-        self.folder, self.ranks, self.kernels = folder, ranks, kernels
+    def __init__(self, folder: pathlib.Path, ranks: int, kernels: bool = False, gpus: int = 1) -> None:
+        self.folder, self.ranks, self.kernels, self.gpus = folder, ranks, kernels, gpus
         self.listener = multiprocessing.connection.Listener(str(folder / "front"), "AF_UNIX", backlog=ranks)
         self.processes: dict[int, subprocess.Popen] = {}
         self.links: dict[int, multiprocessing.connection.Connection] = {}
@@ -368,7 +370,7 @@ class Front:
     def start(self, slot: int, start_with: int = 1) -> None:
         """Starts the process of a rank."""
         arguments = ["--rank", str(slot), "--folder", str(self.folder), "--ranks", str(self.ranks)]
-        arguments += ["--kernels"] * self.kernels
+        arguments += ["--gpus", str(self.gpus)] + ["--kernels"] * self.kernels
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         self.processes[slot] = subprocess.Popen(
             [sys.executable, __file__, *arguments, "--start-with", str(start_with)], env=environment
@@ -479,7 +481,12 @@ class Front:
 
 
 def main(
-    ranks: int = 4, seconds: float = 12.0, plot: str | None = None, kernels: bool = False, transfer: bool = False
+    ranks: int = 4,
+    seconds: float = 12.0,
+    plot: str | None = None,
+    kernels: bool = False,
+    transfer: bool = False,
+    gpus: int = 1,
 ) -> dict:
     """Serves for about `seconds`: a rank is killed after a quarter, and started again at once.
 
@@ -493,7 +500,7 @@ def main(
     try:
         make_checkpoint(folder)
         engine = publish_experts(folder) if transfer else contextlib.nullcontext()
-        with engine, Front(folder, ranks, kernels) as front:
+        with engine, Front(folder, ranks, kernels, gpus) as front:
             _serve(front, seconds)
             result = _report(front)
         if plot:
@@ -571,14 +578,15 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--plot", metavar="FILE.png")
     parser.add_argument("--kernels", action="store_true", help="on GPUs: by CUDA kernels, not through the host")
+    parser.add_argument("--gpus", type=int, default=1, help="with --kernels: the ranks take these GPUs in turn")
     parser.add_argument("--transfer", action="store_true", help="ranks read experts from the front, not from files")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--start-with", type=int, default=1, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank is not None:
-        Rank(given.folder, given.ranks, given.rank, given.kernels).serve(given.start_with)
+        Rank(given.folder, given.ranks, given.rank, given.kernels, given.gpus).serve(given.start_with)
     else:
-        outcome = main(given.ranks, given.seconds, given.plot, given.kernels, given.transfer)
+        outcome = main(given.ranks, given.seconds, given.plot, given.kernels, given.transfer, given.gpus)
         outcome["all right"] = outcome.pop("tokens") == outcome.pop("expected")
         print(outcome)

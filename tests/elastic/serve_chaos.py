@@ -38,6 +38,7 @@ def run(
     seconds: float = 1e9,
     kernels: bool = False,
     transfer: bool = False,
+    gpus: int = 1,
 ) -> dict:
     """Serves until `kills` ranks have been killed, or `seconds` have gone by.
 
@@ -56,7 +57,7 @@ def run(
     try:
         serve.make_checkpoint(folder)
         engine = serve.publish_experts(folder) if transfer else contextlib.nullcontext()
-        with engine, serve.Front(folder, ranks, kernels) as front:
+        with engine, serve.Front(folder, ranks, kernels, gpus) as front:
             for slot in range(ranks):
                 front.start(slot, start_with=ranks)
             began = last = time.monotonic()
@@ -150,10 +151,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--transfer", action="store_true")
+    parser.add_argument("--gpus", type=int, default=1)
     given = parser.parse_args()
     os.environ["XLA_FLAGS"] = f"{quick_compiler.FLAGS} --xla_backend_optimization_level=0"
     figures = run(
-        given.ranks, given.kills, given.seed, seconds=given.seconds, kernels=given.kernels, transfer=given.transfer
+        given.ranks,
+        given.kills,
+        given.seed,
+        seconds=given.seconds,
+        kernels=given.kernels,
+        transfer=given.transfer,
+        gpus=given.gpus,
     )
     for name in ("pause_s", "let_in_s", "stopped_s", "agreed_s"):
         values = sorted(figures[name]) or [float("nan")]

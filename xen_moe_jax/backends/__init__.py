@@ -98,7 +98,7 @@ def ranks_per_node(axis_sizes: tuple[int, ...], backend: str | None) -> int | No
 def failure() -> str:
     """Returns why an operation of this process gave up, or "". A backend that was never used is not imported for it."""
     used = sys.modules.get(f"{__name__}.cuda")
-    return (used.BACKEND.failure() if used is not None else "") or _mesh.group_failure()
+    return _mesh.group_failure() or (used.BACKEND.failure() if used is not None else "")
 
 
 def register_ahead() -> None:

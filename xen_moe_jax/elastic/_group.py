@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import os
 import threading
-import time
 from typing import Any
 
 import jax
@@ -115,6 +115,8 @@ class Group:
         self._failing = threading.Lock()
         self._closed = False
         self._kernels: Members | None = None
+        self._watcher: threading.Thread | None = None
+        self._stopped = threading.Event()
         self._changing = threading.Lock()
         _mesh.join(axis_name, self)
         if placement is not None:
@@ -257,14 +259,15 @@ class Group:
                     "every program before"
                 )
             self._kernels = self._membership.memory = Members(self.rank, self.num_ranks)
-            threading.Thread(target=self._watch, name="xen_moe_jax members", daemon=True).start()
+            self._watcher = threading.Thread(target=self._watch, name="xen_moe_jax members", daemon=True)
+            self._watcher.start()
+            atexit.register(self._stop_watching)  # a thread inside the module when the interpreter ends would abort it
         return self._kernels.keys
 
     def _watch(self) -> None:
         """Tells kernels that wait when they wait in vain."""
         told: set[tuple[int, int]] = set()
-        while not self._closed:
-            time.sleep(WATCH_S)
+        while not self._stopped.wait(WATCH_S):
             with self._changing:
                 view, members = self._membership.number, self._membership.members
                 assert self._kernels is not None
@@ -276,9 +279,16 @@ class Group:
                     told.add((view, -1))
                     self._kernels.interrupt()
 
+    def _stop_watching(self) -> None:
+        self._stopped.set()
+        if self._watcher is not None:
+            self._watcher.join()
+
     def failure(self) -> str:
         """Why an operation has failed since the last `Change`; "" if none has."""
-        return self._failure
+        text = self._failure or (self._kernels.failure() if self._kernels is not None else "")
+        told, reset, _ = text.partition(" Call xen_moe_jax.cuda.reset()")
+        return f"{told} Call group.recover(step)" if reset else text
 
     def _fail(self, text: str) -> None:
         with self._failing:
@@ -304,6 +314,7 @@ class Group:
         """Leaves the group. The members treat it as a death. May be called again."""
         if not self._closed:
             self._closed = True
+            self._stop_watching()
             self._membership.leave()
             self._board.close()
             self._failure = "xen_moe_jax: the elastic.Group is closed"

@@ -95,6 +95,10 @@ class Members:
         """Operations that wait for this rank fail."""
         self._compiled.mark_dead(rank, False)
 
+    def failure(self) -> str:
+        """Why an operation has failed, or ""."""
+        return self._compiled.failure()
+
     def interrupt(self) -> None:
         """Operations that wait fail: the other members have given up the step."""
         self._compiled.ipc_interrupt(SECONDS)
