@@ -80,7 +80,8 @@ def _primitive(operation: str, shapes: Callable[..., Sequence[ShapeDtype]]) -> P
         return _results(avals[0], shapes(*avals, **params)), _effects(params)
 
     def outside(*_: Any, **params: Any) -> Any:
-        raise ValueError(f"xen_moe_{operation} was called with concrete arrays outside jax.shard_map")
+        within = "jax.jit" if _mesh.group_of(_axis_of(params)) is not None else "jax.shard_map"
+        raise ValueError(f"xen_moe_{operation} was called with concrete arrays outside {within}")
 
     primitive.def_impl(outside)
     primitive.def_effectful_abstract_eval(abstract_eval)

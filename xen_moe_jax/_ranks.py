@@ -117,6 +117,8 @@ def poison_failed(results: Any, active: jax.Array | None, operation: str, axis_n
     Floating elements become NaN; counts (int32 `[R, L]` of a dispatch, its fourth result) 0, other integers -1.
     """
     results = tuple(results) if isinstance(results, tuple | list) else (results,)
+    if not any(r.size for r in results):
+        return results
     after = jnp.stack([jnp.isnan(r.reshape(-1)[0]) if _floats(r) else r.reshape(-1)[0] == 0 for r in results if r.size])
     group = _mesh.group_of(axis_name)
     checked = jnp.zeros((group.num_ranks,), bool) if active is None else active

@@ -89,6 +89,13 @@ def test_a_rank_alone_and_a_mask_that_is_old(group):
     assert run._cache_size() == 1
 
 
+def test_no_hidden_dimension_and_no_jit(group):
+    none = jnp.zeros((4, 0)), jnp.zeros((4, 1), jnp.int32)
+    assert jax.jit(layer)(*none, group.active())[0].shape == (4, 0)
+    with pytest.raises(ValueError, match="concrete arrays outside jax.jit"):
+        layer(jnp.ones((4, 8)), jnp.zeros((4, 1), jnp.int32), group.active())
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
