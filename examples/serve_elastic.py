@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import dataclasses
 import functools
 import multiprocessing.connection
 import os
@@ -205,14 +204,11 @@ def _plain(folder: pathlib.Path):
 # -- a rank ------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
 class Row:
     """A request on a rank: `known` tokens, prompt first; the one at `position` is the next that goes in."""
 
-    request: int
-    known: list[int]
-    total: int
-    position: int = 0
+    def __init__(self, request: int, known: list[int], total: int) -> None:
+        self.request, self.known, self.total, self.position = request, known, total, 0
 
 
 class Rank:
@@ -482,7 +478,7 @@ class Front:
 
 def main(
     ranks: int = 4,
-    seconds: float = 12.0,
+    seconds: float = 8.0,
     plot: str | None = None,
     kernels: bool = False,
     transfer: bool = False,

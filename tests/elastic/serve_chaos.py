@@ -14,7 +14,6 @@ import os
 import pathlib
 import random
 import shutil
-import sys
 import tempfile
 import time
 
@@ -25,7 +24,6 @@ def example():
     """The module of the example."""
     spec = importlib.util.spec_from_file_location("serve_elastic", ROOT / "examples" / "serve_elastic.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look for it
     spec.loader.exec_module(module)
     return module
 
