@@ -222,8 +222,8 @@ class Rank:
         import xen_moe_jax as xm
 
         jax.config.update("jax_default_matmul_precision", "highest")  # a GPU rounds float32 otherwise
-        if kernels:
-            jax.config.update("jax_cuda_visible_devices", str(slot % gpus))
+        if gpus > 1:  # JAX takes the first GPU that it sees; CUDA sees all, whose memory the kernels reach
+            jax.config.update("jax_cuda_visible_devices", "0")
         self.folder, self.engine = folder, None
         if (folder / "weights").exists():
             import xen_moe_jax.transfer as xt
@@ -368,6 +368,9 @@ class Front:
         arguments = ["--rank", str(slot), "--folder", str(self.folder), "--ranks", str(self.ranks)]
         arguments += ["--gpus", str(self.gpus)] + ["--kernels"] * self.kernels
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        if self.gpus > 1:
+            order = [(slot + i) % self.gpus for i in range(self.gpus)]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, order))
         self.processes[slot] = subprocess.Popen(
             [sys.executable, __file__, *arguments, "--start-with", str(start_with)], env=environment
         )

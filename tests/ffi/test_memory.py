@@ -9,6 +9,49 @@ import time
 import pytest
 
 from tests.support.memory_module import HOME, LARGE, RANKS, SMALL, fail_first_growths, run, staging, wait_until
+from xen_moe_jax.backends.cuda import members
+
+# -- groups whose processes come and go (elastic.Group) ----------------------------------------------------------------
+
+
+def test_a_rank_makes_memory_alone_and_starts_again_with_other_members(memory):
+    keys = [p * memory.devices_per_process for p in range(3)]
+    memory.clear()
+    memory.configure(1, 3, keys)
+    memory.set_provider(memory.fake_provider())  # an absent rank's memory is stood in for by this rank's own
+    memory.set_agreement(members.Alone())
+    workspace = memory.workspace(keys, 3, 0)
+    memory.serve(workspace, *SMALL, 1.0)
+    memory.serve(workspace, *LARGE, 1.0)  # two generations: the group knows of one
+    assert memory.pointers_across(workspace) == [[0, 1, 2], [0, 1, 2]]
+    for view, gone in ((3, [0, 2]), (4, []), (9, [2])):
+        epoch = 65536 * view + 2
+        memory.fail(workspace, 0, {"cause": 3, "rank": 2, "other": 1, "epoch": epoch - 1})
+        memory.put(workspace, 1, 0, 7)  # a flag of the view before
+        assert memory.failure() and memory.flags_up(workspace, LARGE[0])
+        assert memory.adopt(workspace, gone, epoch, view) == 1
+        assert memory.failure() == "" and memory.flags_up(workspace, LARGE[0]) == 0
+        assert memory.dead(workspace) == gone == memory.gone()
+        assert memory.epoch(workspace, 0) == epoch and memory.serves(workspace, *LARGE)
+        assert memory.pointers_across(workspace) == [[0, 1, 2], [0, 1, 2]]
+        (listed,) = memory.workspaces()
+        assert (listed["generation"], listed["generations_held"]) == (view, 1)
+
+
+def test_members_change_only_while_the_gpu_is_idle(memory):
+    keys = [0, memory.devices_per_process]
+    memory.clear()
+    memory.configure(0, 2, keys)
+    memory.set_provider(memory.fake_provider())
+    memory.set_agreement(members.Alone())
+    workspace = memory.workspace(keys, 2, 0)
+    memory.serve(workspace, *SMALL, 1.0)
+    memory.set_busy(True)
+    with pytest.raises(RuntimeError, match="still busy after 1 s"):
+        memory.adopt(workspace, [1], 65538, 1)
+    memory.set_busy(False)
+    assert memory.adopt(workspace, [1], 65538, 1) == 1 and memory.failure() == ""
+
 
 # -- growth ------------------------------------------------------------------------------------------------------------
 

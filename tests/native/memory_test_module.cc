@@ -366,6 +366,25 @@ NB_MODULE(_memory_test, m) {
     }
     return out;
   });
+  // Starts again with other members, as ffi/ipc_bindings.cc has it. Returns how often their memory was mapped.
+  m.def("adopt", [](Workspace& w, std::vector<int> gone, uint32_t epoch, uint32_t generation) {
+    int mapped = 0;
+    try {
+      w.Quiet(1.0);
+      w.Adopt({gone.begin(), gone.end()}, epoch, generation, [&] { ++mapped; }, 1.0);
+    } catch (const MemoryError& e) {
+      throw std::runtime_error(e.message);
+    }
+    return mapped;
+  });
+  // Returns the ranks that member 0's kernels take for dead.
+  m.def("dead", [](Workspace& w) {
+    std::vector<int> dead;
+    for (int rank = 0; rank < w.ranks(); ++rank) {
+      if (At(w, 0).mailbox->dead[rank / 32] >> rank % 32 & 1) dead.push_back(rank);
+    }
+    return dead;
+  });
   m.def("settled", [] { return FakeLink::settled; });
   m.def("settled_without", [] { return FakeLink::gone; });
   m.def("settle_late", [](bool late) { FakeLink::late = late; });
