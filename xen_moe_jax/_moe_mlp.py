@@ -64,7 +64,11 @@ def moe_mlp(
 
     The value is that of `dispatch`, two or three grouped matmuls and `combine`, to the last bit, and so are the
     derivatives, except on a Hopper GPU. There the backward pass keeps neither the experts' outputs nor their weighted
-    cotangents, so that gradients differ by the rounding of these.
+    cotangents, so that gradients differ by the rounding of these, and a second derivative is an error that names
+    `ragged_dot`.
+
+    It has no start and done halves: work for the time of a transfer goes between the halves of `dispatch` and of
+    `combine`, and the experts, which run between the two, are the caller's matmuls then.
 
     Args:
       x: `[T, H]`, or `[..., H]`, float32, bfloat16 or float16: this rank's tokens, as in `dispatch`.

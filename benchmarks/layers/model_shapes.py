@@ -3,13 +3,16 @@
     python benchmarks/layers/model_shapes.py --json benchmarks/results/model_shapes_h100.json [--only gpt-oss-120b]
 
 A line has the experts of one rank with 8,192 to 32,768 rows in random groups (`MODELS`): gate and up with the
-activation, down, and both with all gradients. TFLOP/s count the multiplications of the matmuls alone. A time is the
-median of repeats, each of several calls queued at once. torch multiplies gate and up as one matmul, without activation
-and biases, forward and with its gradients.
+activation, down, and both with all gradients. TFLOP/s count the multiplications of the matmuls alone. torch multiplies
+gate and up as one matmul, without activation and biases, forward and with its gradients.
+
+A GPU under this load is limited by its power, and the first milliseconds are up to 20 % faster than the rest. So a time
+is that of calls queued one after the other when as many have run before. This library and torch take turns, and the
+table has the medians of `ROUNDS` such times.
 
 Every model has a process of its own, which compiles while others do, and all processes measure one after the other.
-With `--variants` the same experts are measured with other tiles as well (`VARIANTS`), where these are other tiles. The
-JSON file is written after every line.
+With `--variants` the same experts are measured with other tiles as well (`VARIANTS`). The JSON file is written after
+every line.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-CALLS, REPEATS = 5, 5
+WARM_SECONDS, SECONDS, ROUNDS = 0.04, 0.05, 3
 MODELS: dict[str, tuple[int, int, int, int, str, bool]] = {
     # hidden, width, experts of the rank, rows, activation, biases
     "H 4096, I 1536, 64 experts": (4096, 1536, 64, 32768, "swiglu", False),
@@ -47,8 +50,8 @@ MODELS: dict[str, tuple[int, int, int, int, str, bool]] = {
     "Kimi K2, 32 experts": (7168, 2048, 32, 16384, "swiglu", False),
     "Llama 4 Scout": (5120, 8192, 8, 8192, "swiglu", False),
 }
-VARIANTS = ("row by row", "256 wide")
-"""Tiles without bands, and tiles of 256 columns alone."""
+VARIANTS = ("row by row",)
+"""Tiles without bands."""
 PARTS = ("gate and up", "down", "forward and backward")
 MATMULS = {"gate and up": 2, "down": 1, "forward and backward": 9}
 
@@ -60,17 +63,20 @@ def sizes_of(experts: int, rows: int) -> list[int]:
     return np.random.default_rng(0).multinomial(rows, [1 / experts] * experts).tolist()
 
 
-def median_us(call: Callable[[], Any], wait: Callable[[Any], None]) -> float:
+def steady_us(call: Callable[[], Any], wait: Callable[[Any], None]) -> float:
+    """The time of a call among many."""
     wait(call())
+    began = time.perf_counter()
     wait(call())
-    times = []
-    for _ in range(REPEATS):
+    each = time.perf_counter() - began
+    for seconds in (WARM_SECONDS, SECONDS):
+        count = max(2, round(seconds / each))
         began = time.perf_counter()
-        for _ in range(CALLS):
+        for _ in range(count):
             out = call()
         wait(out)
-        times.append((time.perf_counter() - began) / CALLS * 1e6)
-    return statistics.median(times)
+        each = (time.perf_counter() - began) / count
+    return each * 1e6
 
 
 @contextlib.contextmanager
@@ -81,10 +87,7 @@ def tiles_of(variant: str | None) -> Iterator[None]:
     if variant is None:
         yield
         return
-    changes: dict[str, dict[str, Any]] = {
-        "row by row": {"BAND_FROM": sys.maxsize},
-        "256 wide": {"PREFERRED": hopper.PREFERRED[:1]},
-    }
+    changes: dict[str, dict[str, Any]] = {"row by row": {"BAND": 1}}
     with mock.patch.multiple(hopper, **changes[variant]):
         yield
 
@@ -121,47 +124,50 @@ def ours(name: str, variant: str | None) -> Callable[[], dict[str, float]]:
         def normal(*shape: int) -> jax.Array:
             return (jax.random.normal(next(keys), shape) * shape[-2] ** -0.5).astype(jnp.bfloat16)
 
-        biases = (normal(experts, width), normal(experts, width)) if biased else None
-        last = normal(experts, hidden) if biased else None
+        biases = (normal(experts, width), normal(experts, width), normal(experts, hidden)) if biased else None
         projections = normal(experts, hidden, width), normal(experts, hidden, width)
         x, inner = normal(rows, hidden), normal(rows, width)
         sizes = jnp.asarray(sizes_of(experts, rows), jnp.int32)
-        return x, inner, projections, normal(experts, width, hidden), biases, last, sizes
+        return x, inner, projections, normal(experts, width, hidden), biases, sizes
 
     def first(x: Any, projections: Any, biases: Any, sizes: Any) -> Any:
-        return hopper.activated(x, projections, sizes, biases, activation=activation)
+        return hopper.activated(x, projections, sizes, biases and biases[:2], activation=activation)
 
-    def second(x: Any, down: Any, last: Any, sizes: Any) -> Any:
-        return hopper.grouped_matmul(x, down, sizes, bias=last)
+    def second(x: Any, down: Any, biases: Any, sizes: Any) -> Any:
+        return hopper.grouped_matmul(x, down, sizes, bias=biases and biases[2])
 
-    def both(x: Any, projections: Any, down: Any, biases: Any, last: Any, sizes: Any) -> Any:
-        def experts_of(x: Any, projections: Any, down: Any, biases: Any, last: Any) -> Any:
-            return second(first(x, projections, biases, sizes), down, last, sizes)
+    def both(x: Any, projections: Any, down: Any, biases: Any, sizes: Any) -> Any:
+        def experts_of(x: Any, projections: Any, down: Any, biases: Any) -> Any:
+            return second(first(x, projections, biases, sizes), down, biases, sizes)
 
-        out, pull = jax.vjp(experts_of, x, projections, down, biases, last)
+        out, pull = jax.vjp(experts_of, x, projections, down, biases)
         return out, pull(x)
 
     drawing = draw.lower().compile()
-    x, inner, projections, down, biases, last, sizes = draw.eval_shape()
+    x, inner, projections, down, biases, sizes = draw.eval_shape()
     given: dict[str, tuple[Any, Any]] = {
         "gate and up": (first, (x, projections, biases, sizes)),
-        "down": (second, (inner, down, last, sizes)),
-        "forward and backward": (both, (x, projections, down, biases, last, sizes)),
+        "down": (second, (inner, down, biases, sizes)),
+        "forward and backward": (both, (x, projections, down, biases, sizes)),
     }
     with tiles_of(variant):
         compiled: dict[str, Any] = {
             part: jax.jit(program).lower(*shapes).compile() for part, (program, shapes) in given.items()
         }
 
-    def measure() -> dict[str, float]:
-        x, inner, projections, down, biases, last, sizes = drawing()
-        operands: dict[str, tuple[Any, ...]] = {
-            "gate and up": (x, projections, biases, sizes),
-            "down": (inner, down, last, sizes),
-            "forward and backward": (x, projections, down, biases, last, sizes),
-        }
+    @functools.cache
+    def operands() -> dict[str, tuple[Any, ...]]:
+        x, inner, projections, down, biases, sizes = drawing()
         return {
-            part: median_us(functools.partial(compiled[part], *operands[part]), jax.block_until_ready) for part in PARTS
+            "gate and up": (x, projections, biases, sizes),
+            "down": (inner, down, biases, sizes),
+            "forward and backward": (x, projections, down, biases, sizes),
+        }
+
+    def measure() -> dict[str, float]:
+        given = operands()
+        return {
+            part: steady_us(functools.partial(compiled[part], *given[part]), jax.block_until_ready) for part in PARTS
         }
 
     return measure
@@ -185,10 +191,10 @@ def torch_times(name: str) -> dict[str, float]:
         def with_gradients() -> Any:
             return torch.autograd.grad(forward(), (x, w), cotangent)
 
-        alone = median_us(forward, lambda _: torch.cuda.synchronize())
+        alone = steady_us(forward, lambda _: torch.cuda.synchronize())
         x.requires_grad_()
         w.requires_grad_()
-        return alone, median_us(with_gradients, lambda _: torch.cuda.synchronize())
+        return alone, steady_us(with_gradients, lambda _: torch.cuda.synchronize())
 
     projections, down = times_of(hidden, 2 * width), times_of(width, hidden)
     torch.cuda.empty_cache()
@@ -291,13 +297,16 @@ def measured(side: Side, theirs: Side) -> dict[str, Any]:
     """The row of a model: this library's times, and torch's unless it is a variant."""
     assert side.name is not None
     row: dict[str, Any] = {"model": side.name, "variant": side.variant}
-    times = side.measured(side.name)
+    sides = {"": side} | ({"torch, ": theirs} if side.variant is None else {})
+    rounds: list[dict[str, dict[str, float] | None]] = []
+    for _ in range(ROUNDS):
+        rounds.append({key: one.measured(side.name) for key, one in sides.items()})
     side.end()  # and gives its memory back
-    if times is not None:
-        row |= {"us": times, "TFLOP/s": rates(side.name, times)}
-    other = theirs.measured(side.name) if side.variant is None else None
-    if other is not None:
-        row |= {"torch, us": other, "torch, TFLOP/s": rates(side.name, other)}
+    for key in sides:
+        times = [found for one in rounds if (found := one[key]) is not None]
+        if times:
+            us = {part: round(statistics.median(one[part] for one in times), 1) for part in PARTS}
+            row |= {f"{key}us": us, f"{key}TFLOP/s": rates(side.name, us)}
     return row
 
 

@@ -249,9 +249,10 @@ def test_forward_mode_and_second_derivatives(mesh4):
     assert_near(ours, expected, 2e-5)
 
 
-def test_the_kernels_have_no_second_derivative(mesh4):
+@pytest.mark.parametrize("where", ["rows", "activation", "input"])
+def test_the_kernels_have_no_second_derivative(where, mesh4):
     x, idx, weights, experts = operands(Case())
-    layer = on_ranks(mesh4, functools.partial(call, Case(), return_info=True))
+    layer = on_ranks(mesh4, functools.partial(call, Case(), apply_weights_to=where, return_info=True))
 
     def first(x, *others):
         return jnp.sum(jax.grad(lambda x: jnp.sum(jnp.sin(layer(x, *others)[0])))(x))

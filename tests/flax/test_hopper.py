@@ -286,7 +286,8 @@ def test_tiles_of_models_waste_little(model):
 
 def test_plans():
     assert hopper.plan(2880, 2880).forward.n == 192 and hopper.plan(4096, 1408).forward.n == 128
-    assert hopper.plan(4096, 1536).forward == Tiles() and hopper.plan(4096, 14336).forward == Tiles(band=hopper.BAND)
+    assert hopper.plan(4096, 1536).forward == hopper.plan(4096, 14336).forward == Tiles(band=hopper.BAND)
+    assert hopper.plan(4096, 1536).weights == Tiles() and hopper.plan(4096, 14336).weights == Tiles(band=hopper.BAND)
     swizzles = {n: hopper.plan(2880, n).forward.swizzle for n in (2880, 1440, 720)}
     assert swizzles == {2880: 128, 1440: 64, 720: 128}  # 720 is padded up to 768
 

@@ -25,7 +25,7 @@ from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._mesh import vary_alike
 from xen_moe_jax._quantized_weight import QuantizedWeight
 from xen_moe_jax._types import Handle, Routed
-from xen_moe_jax.experts import grouped_matmul, mlp
+from xen_moe_jax.experts import grouped_matmul, hopper, mlp
 from xen_moe_jax.experts.function import ExpertFunction
 
 
@@ -136,23 +136,9 @@ def _forward(
     return out, (projections, of_inner, row_weights, last, sizes, handle)
 
 
-@jax.custom_jvp
-def _first_order(array: jax.Array) -> jax.Array:
-    """Returns the array; differentiating the result is an error."""
-    return array
-
-
-@_first_order.defjvp
-def _refuse(primals: Any, tangents: Any) -> Any:
-    raise NotImplementedError(
-        "a second derivative of experts on a Hopper GPU: the kernels have first derivatives alone; pass "
-        "grouped_matmul='ragged_dot', whose derivatives are JAX's"
-    )
-
-
 def _backward(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
     projections, of_inner, row_weights, last, sizes, handle = kept
-    projections, row_weights, cotangent = jax.tree.map(_first_order, (projections, row_weights, cotangent))
+    projections, row_weights, cotangent = jax.tree.map(hopper.first_order, (projections, row_weights, cotangent))
     inner = mlp.inner_again(step.function, projections)
     # The rows that this returns are not used, so that XLA leaves their matmul out.
     _, of_outer = jax.vjp(lambda inner, last, w: step.outer(inner, last, sizes, w), inner, last, row_weights)

@@ -47,9 +47,10 @@ SWIGLU = Activation()
 SUMS = Tiles(m=64, split="n")
 """Tiles of the contraction with ones: as low as tiles can be, since all rows but one or two are zeros."""
 BAND_FROM, BAND = 16, 8
-"""With more columns of tiles than `BAND_FROM`, tiles are computed in bands of `BAND` rows of tiles. Row by row, all
-columns of one row of tiles would be computed at a time, and every row of tiles would read the weights from memory
-again."""
+"""Tiles of rows are computed in bands of `BAND` rows of tiles, and so are those of weights' gradients with more columns
+of tiles than `BAND_FROM`. All thread blocks together compute 132 tiles at a time. Row by row, blocks side by side
+would share the rows of a tile; in a band they share its weights, which are twice as wide, and no row of tiles reads all
+weights from memory again. docs/lab/layers.md has the gains; bands of 4 and 16 rows are no better."""
 PADDED = 64
 """Sizes that are no multiples of `COLUMN_ALIGNMENT` are padded up to a multiple of this."""
 LEAST = 128
@@ -86,16 +87,16 @@ def plan(depth: int, columns: int, rows: int | None = None, groups: int = 1) -> 
     common = math.gcd(_padded(depth), _padded(columns)) * 2
     swizzle = next(width for width in (128, 64) if common % width == 0)
 
-    def best(candidates: tuple[Tiles, ...], width: int, beside: int = 1) -> Tiles:
+    def best(candidates: tuple[Tiles, ...], width: int, band_from: int = 0) -> Tiles:
         chosen = min(candidates, key=lambda tiles: -(-width // tiles.n) * tiles.n * COSTS[tiles.n])
-        band = BAND if chosen.m > SUMS.m and -(-width * beside // chosen.n) > BAND_FROM else 1
+        band = BAND if chosen.m > SUMS.m and -(-width // chosen.n) > band_from else 1
         return dataclasses.replace(chosen, band=band, swizzle=swizzle, claimed=in_overlap())
 
     return Plan(
         forward=best(of_rows, columns),
         rows=best(of_rows, depth),
-        weights=best(PREFERRED, columns),
-        gated=best((FEW[0] if few else GATED,), columns, 2),
+        weights=best(PREFERRED, columns, BAND_FROM),
+        gated=best((FEW[0] if few else GATED,), columns),
         sums=best((SUMS,), columns),
     )
 
@@ -242,6 +243,20 @@ def _sum_of_groups(chosen: Plan, rows: Any, group_sizes: Any, row_weights: Any =
     return vary(sums[:, 0] if row_weights is None else sums[:, 0] + sums[:, 1], varying_axes(rows))
 
 
+@jax.custom_jvp
+def first_order(array: jax.Array) -> jax.Array:
+    """Returns the array; differentiating the result is an error."""
+    return array
+
+
+@first_order.defjvp
+def _refuse(primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "a second derivative of experts on a Hopper GPU: the kernels have first derivatives alone; pass "
+        "grouped_matmul='ragged_dot', whose derivatives are JAX's"
+    )
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply(chosen: Plan, rows: Any, weights: Any, bias: Any, row_weights: Any, group_sizes: Any) -> Any:
     out = rows_by_weights(
@@ -255,7 +270,8 @@ def _forward(chosen: Plan, *operands: Any) -> tuple[Any, Any]:
 
 
 def _backward(chosen: Plan, kept: Any, cotangent: Any) -> tuple[Any, ...]:
-    rows, weights, bias, row_weights, group_sizes = kept
+    *arrays, group_sizes = kept
+    rows, weights, bias, row_weights, cotangent = jax.tree.map(first_order, (*arrays, cotangent))
     by_rows = rows_by_weights(cotangent, weights, group_sizes, transposed=True, tiles=chosen.rows)
     by_weights = rows_by_rows(rows, cotangent, group_sizes, tiles=chosen.weights)
     by_bias = None if bias is None else _sum_of_groups(chosen, cotangent, group_sizes, row_weights)
@@ -310,7 +326,9 @@ def _activated_forward(chosen: Plan, activation: Activation, *operands: Any) -> 
 
 def _activated_backward(chosen: Plan, activation: Activation, kept: Any, cotangents: Any) -> tuple[Any, ...]:
     cotangent, *_ = cotangents
-    rows, weights, biases, row_weights, group_sizes, projections = kept
+    *arrays, group_sizes, projections = kept
+    given = (*arrays, projections, cotangent)
+    rows, weights, biases, row_weights, projections, cotangent = jax.tree.map(first_order, given)
     *inputs, by_out = (a.astype(jnp.float32) for a in (*projections, cotangent))
     by_row_weights = None
     if row_weights is not None:
