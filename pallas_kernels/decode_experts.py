@@ -35,6 +35,9 @@ GROUP = 16
 """Groups of rows begin at multiples of this: a DMA addresses whole tiles of two-byte rows."""
 COLUMNS = 512
 """Columns of one matrix product: its sums stay in registers."""
+PRODUCTS = 8
+"""Products that one turn of a loop makes: weights of one are pushed into the matrix units while sums of another leave
+them. Alone, a product of few rows waits for both."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,24 +139,40 @@ class _Place(NamedTuple):
     down: Any
 
 
-def for_columns(width: int, work: Callable[[Any, int], None]) -> None:
+def columns_at_once(width: int, together: int) -> tuple[int, int]:
+    """Returns how many pieces of `COLUMNS` columns one turn of a loop over `width` takes, at most `together`, and how
+    often the loop turns; once where there is no loop."""
+    whole = width // COLUMNS
+    size = max(1, min(together, whole))
+    return size, max(1, whole // size)
+
+
+def for_columns(width: int, work: Callable[[Any, int], None], together: int = 1) -> None:
     """Calls `work(offset, size)` for pieces of `COLUMNS` columns: a loop, and then the rest of a width."""
     whole = width // COLUMNS
-    if whole > 1:
+    size, turns = columns_at_once(width, together)
+    if turns > 1:
 
-        @pl.loop(0, whole)
+        @pl.loop(0, turns)
         def _(i: Any) -> None:
-            work(pl.multiple_of(i * COLUMNS, COLUMNS), COLUMNS)
-    elif whole:
-        work(0, COLUMNS)
+            for n in range(size):
+                work(pl.multiple_of(i * (size * COLUMNS) + n * COLUMNS, COLUMNS), COLUMNS)
+
+    for n in range(turns * size if turns > 1 else 0, whole):
+        work(n * COLUMNS, COLUMNS)
     if width % COLUMNS:
         work(whole * COLUMNS, width % COLUMNS)
 
 
-def rounded_sums(total: jax.Array, bias: Any, expert: Any, at: Any, dtype: Any) -> jax.Array:
-    """Returns sums as the result of a matmul of its own, to which the bias is added: each is rounded."""
+def rounded_sums(total: jax.Array, bias: jax.Array | None, dtype: Any) -> jax.Array:
+    """Returns sums as the result of a matmul of its own, to which the bias `[1, N]` is added: each is rounded."""
     value = total.astype(dtype)
-    return value if bias is None else (value.astype(jnp.float32) + bias[pl.ds(expert, 1), at]).astype(dtype)
+    return value if bias is None else (value.astype(jnp.float32) + bias).astype(dtype)
+
+
+def bias_of(bias: Any, expert: Any, at: Any) -> jax.Array | None:
+    """Returns the columns `at` of an expert's row of a bias, float32 `[1, N]`, or None where there is none."""
+    return None if bias is None else bias[pl.ds(expert, 1), at]
 
 
 def _fill_tables(refs: _Refs, most: int, alignment: int) -> Any:
@@ -300,43 +319,34 @@ class Streams:
         def _(n: Any) -> None:
             work(pl.ds(pl.multiple_of(n * size, size), size))
 
-    def _zero(self, i: Any) -> None:
-        def work(rows: Any) -> None:
-            for total in (self.refs.up_sum, self.refs.gate_sum, self.refs.out_sum):
-                if total is not None:
-
-                    def columns(at: Any, size: int, total: Any = total) -> None:
-                        total[rows, pl.ds(at, size)] = jnp.zeros((rows.size, size), jnp.float32)
-
-                    for_columns(total.shape[1], columns)
-
-        self.for_rows(i, work)
-
     def _multiply(self, i: Any, phase: _Phase, turn: Any, slot: Any) -> None:
-        """Multiplies a slab of down, or of gate and up, and adds the products to their sums."""
+        """Multiplies a slab of down, or of gate and up, and adds the products to their sums; those of the first slab
+        are the sums."""
         refs = self.refs
         expert = refs.experts[self.visit(i)]
         totals = [(refs.up_sum, refs.ups, "up"), (refs.gate_sum, refs.gates, "gate")]
         if phase.down:
             totals = [(refs.out_sum, refs.downs, "down")]
+        totals = [each for each in totals if each[0] is not None]
+        begins = phase is next(p for p in self.phases if p.down == phase.down)
 
         def work(rows: Any) -> None:
             of_slab = phase.rows(turn)
             left = refs.hidden[rows, of_slab] if phase.down else self.left(i)[rows, of_slab]
-            for total, buffer, name in totals:
-                if total is not None:
+
+            def columns(at: Any, size: int) -> None:
+                for total, buffer, name in totals:
                     scales, slab = self.scales.get(name), buffer.at[slot, pl.ds(0, phase.size)]
+                    if scales is None:
+                        product = jnp.dot(left, slab[:, pl.ds(at, size)], preferred_element_type=jnp.float32)
+                    else:
+                        product = scales.product(left, slab, of_slab.start, at, size, expert)
+                    before = total[rows, pl.ds(at, size)]
+                    if begins:
+                        before = jnp.where(turn == 0, 0.0, before)
+                    total[rows, pl.ds(at, size)] = before + product
 
-                    def columns(
-                        at: Any, size: int, total: Any = total, scales: Scales | None = scales, slab: Any = slab
-                    ) -> None:
-                        if scales is None:
-                            product = jnp.dot(left, slab[:, pl.ds(at, size)], preferred_element_type=jnp.float32)
-                        else:
-                            product = scales.product(left, slab, of_slab.start, at, size, expert)
-                        total[rows, pl.ds(at, size)] += product
-
-                    for_columns(total.shape[1], columns)
+            for_columns(totals[0][0].shape[1], columns, PRODUCTS // len(totals))
 
         self.for_rows(i, work)
 
@@ -363,7 +373,7 @@ class Streams:
         expert = refs.experts[self.visit(i)]
 
         def rounded(total: Any, bias: Any, rows: Any, at: Any) -> jax.Array:
-            return rounded_sums(total[rows, at], bias, expert, at, dtype).astype(jnp.float32)
+            return rounded_sums(total[rows, at], bias_of(bias, expert, at), dtype).astype(jnp.float32)
 
         def work(rows: Any) -> None:
             def columns(at: Any, size: int) -> None:
@@ -404,7 +414,6 @@ class Streams:
         """One visit. The state: buffers of its first slabs of gate and up, and of down; the place of the slab whose
         DMAs start next."""
         self.before(i)
-        self._zero(i)
         for phase in self.phases:
             if phase.down and phase.at == 0:
                 self._finish(i, down=False)
@@ -465,7 +474,8 @@ class _Rows(Streams):
         def work(rows: Any) -> None:
             def columns(at: Any, size: int) -> None:
                 at = pl.ds(at, size)
-                refs.result[slot, rows, at] = rounded_sums(refs.out_sum[rows, at], refs.down_bias, expert, at, dtype)
+                bias = bias_of(refs.down_bias, expert, at)
+                refs.result[slot, rows, at] = rounded_sums(refs.out_sum[rows, at], bias, dtype)
 
             for_columns(refs.out_sum.shape[1], columns)
 

@@ -6,12 +6,13 @@ as the last of its experts is done. Nothing but weights is read from HBM twice o
 their way from the beginning on where nearly all experts have rows (`certain`), else from when the routing is known, and
 fill their buffers while records travel. Sums of earlier experts travel while later ones are multiplied.
 
-Steps: pack this rank's tokens; send routing and records; `decode_routing` orders the rows; then visit after visit: rows
-are gathered, multiplied, rounded and kept in VMEM; pairs whose last row this was are added up and leave. At the end
-each rank adds up what has come for its own tokens.
+Steps: pack this rank's tokens; send routing, and records in the order in which they are needed; `decode_routing` orders
+the rows; then visit after visit: rows are gathered, multiplied, rounded and kept in VMEM; pairs whose last row this was
+are added up and leave. At the end each rank adds up what has come for its own tokens.
 
-Who waits: ranks announce themselves as `peers` says. A sum lies where its token's record was, which no later expert
-reads.
+Who waits: ranks announce themselves as `peers` says. A visit waits for the records of its group of experts, which have
+semaphores of their own. A sum lies where its pair's last row was, which nothing else reads; a further pass waits until
+the sums of the one before it have left. Where VMEM is short sums come back into HBM, and are read when all have come.
 
 A record here has no header, and takes whole registers: `whole` rows of 128 words, of which the first ones travel.
 """
@@ -31,20 +32,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from xen_moe_jax.pallas_kernels import decode_routing, peers
-from xen_moe_jax.pallas_kernels.decode_experts import GROUP, Pieces, Streams, for_columns, rounded_sums
+from xen_moe_jax.pallas_kernels.decode_experts import COLUMNS, GROUP, Pieces, Streams, bias_of, rounded_sums
 from xen_moe_jax.pallas_kernels.decode_experts import vmem_bytes as experts_bytes
-from xen_moe_jax.pallas_kernels.decode_routing import AT_ONCE, ROW_BITS, Sizes, number_of
-from xen_moe_jax.pallas_kernels.launch import Launch, for_row_groups
+from xen_moe_jax.pallas_kernels.decode_routing import AT_ONCE, ROW_BITS, TOKEN_BITS, Sizes, number_of
+from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.order_pairs import SUBLANES
 from xen_moe_jax.pallas_kernels.record import LANES, Record, bits_of, encode, values_of
 from xen_moe_jax.pallas_kernels.reduce_ranks import keep
+from xen_moe_jax.pallas_kernels.scaled_weights import Scales
 from xen_moe_jax.pallas_kernels.send import Link, recv_semaphores, wait_rows
 
 _ABSENT = dict.fromkeys(("gate", "gates", "gate_sum", "gate_bias", "up_bias", "down_bias"))
 """References that some layers do not have."""
 
 
-PAIRS = 2
+PAIRS = 4
 """Pairs that are added up side by side."""
 ROUTING, TOKENS, SUMS = range(3)
 """Semaphores of what leaves."""
@@ -136,33 +138,43 @@ class _Layer(Streams):
     def _records(self, ref: Any) -> _Records:
         return _Records(ref, self.record, self.flat)
 
+    def await_records(self, end: Any) -> None:
+        """Waits for the records of the groups below `end`, from all ranks, unless they have been waited for."""
+        refs, sizes = self.refs, self.sizes
+        if self.back is None:
+            return
+        tokens, begin = self._records(refs.tokens), refs.awaited[0]
+
+        @pl.loop(begin, end)
+        def _(group: Any) -> None:
+            came = refs.tokens_came.at[group]
+
+            def await_source(source: Any) -> None:
+                semaphore = came.at[lax.rem(source, recv_semaphores(sizes.ranks))]
+                tokens.wait(decode_routing.arriving(refs, group, source), semaphore)
+
+            for_peers(sizes.ranks, self.rank, await_source)
+
+        refs.awaited[0] = jnp.maximum(begin, end)
+
     def before(self, i: Any) -> None:
-        """Gathers the records of a visit's rows, and unpacks them."""
+        """Waits for the records of a visit's rows, gathers them, and unpacks them."""
         refs, visit = self.refs, self.visit(i)
-        first, count = refs.firsts[visit], refs.sizes[visit]
+        first, last = refs.firsts[visit], refs.firsts[visit] + refs.sizes[visit] - 1
         gathered, tokens = self._records(refs.gathered), self._records(refs.tokens)
-
-        def gather(at: Any, rows: int) -> None:
-            numbers = [number_of(refs.links[first + at + n], self.sizes.tokens)[2] for n in range(rows)]
-            for n, number in enumerate(numbers):
-                for b in tokens.registers:
-                    gathered.ref[at + n, gathered.part(b), :] = tokens.ref[number, tokens.part(b), :]
-
-        many = lax.div(count, AT_ONCE)
-
-        @pl.loop(0, many)
-        def _(n: Any) -> None:
-            gather(n * AT_ONCE, AT_ONCE)
-
-        @pl.loop(many * AT_ONCE, count)
-        def _(n: Any) -> None:
-            gather(n, 1)
+        self.await_records(lax.div(refs.experts[visit], self.sizes.of_group) + 1)
 
         @pl.loop(0, refs.counts[visit])
         def _(n: Any) -> None:
+            # behind the last row it is gathered again: no row that follows has a meaning
+            links = [refs.links[jnp.minimum(first + n * GROUP + k, last)] for k in range(GROUP)]
+            for k, link in enumerate(links):
+                number = number_of(link, self.sizes.tokens)[2]
+                for b in tokens.registers:
+                    gathered.ref[k, gathered.part(b), :] = tokens.ref[number, tokens.part(b), :]
             rows = pl.ds(pl.multiple_of(n * GROUP, GROUP), GROUP)
             for j in range(self.record.value_rows):
-                words = gathered.load(j, n * GROUP, GROUP)
+                words = gathered.load(j, 0, GROUP)
                 for part, c in self._chunks(j):
                     values = values_of(words, part, self.record.dtype)
                     refs.rows[rows, c * LANES : (c + 1) * LANES] = values.astype(refs.rows.dtype)
@@ -170,30 +182,39 @@ class _Layer(Streams):
     def after(self, i: Any) -> None:
         """Rounds the sums of a visit, keeps them as records, and sends what is complete."""
         refs, visit = self.refs, self.visit(i)
-        dtype, expert = refs.result.dtype, refs.experts[visit]
+        dtype, expert = jnp.dtype(self.record.dtype), refs.experts[visit]
         first, kept = refs.firsts[visit], self._records(refs.kept)
+        hidden = refs.out_sum.shape[1]
 
-        def work(rows: Any) -> None:
-            def columns(at: Any, size: int) -> None:
-                at = pl.ds(at, size)
-                refs.result[rows, at] = rounded_sums(refs.out_sum[rows, at], refs.down_bias, expert, at, dtype)
-
-            for_columns(refs.out_sum.shape[1], columns)
-
-        self.for_rows(i, work)
+        def rounded(rows: Any, c: int) -> jax.Array:
+            columns = pl.ds(c * LANES, min(LANES, hidden - c * LANES))
+            begin = c * LANES // COLUMNS * COLUMNS  # Mosaic reads a row of many columns, or whole tiles
+            row = bias_of(refs.down_bias, expert, pl.ds(begin, min(COLUMNS, hidden - begin)))
+            bias = None if row is None else row[:, columns.start - begin :][:, : columns.size]
+            value = rounded_sums(refs.out_sum[rows, columns], bias, dtype)
+            if columns.size == LANES:
+                return value
+            # columns that the experts do not have leave as zeros
+            beyond = jnp.zeros((rows.size, LANES - columns.size), jnp.float32)
+            return jnp.concatenate([value.astype(jnp.float32), beyond], axis=1).astype(dtype)
 
         @pl.loop(0, refs.counts[visit])
         def _(n: Any) -> None:
             rows = pl.ds(pl.multiple_of(n * GROUP, GROUP), GROUP)
             for j in range(self.record.value_rows):
-                word = self._word([refs.result[rows, c * LANES : (c + 1) * LANES] for _, c in self._chunks(j)])
+                word = self._word([rounded(rows, c) for _, c in self._chunks(j)])
                 kept.store(j, first + n * GROUP, word)
 
-        def noted(n: Any, count: Any) -> Any:
-            refs.ended[count] = first + n
-            return count + (refs.ends[first + n] >= 0).astype(jnp.int32)
+        size = refs.sizes[visit]
 
-        ended = lax.fori_loop(0, refs.sizes[visit], noted, jnp.int32(0), unroll=False)
+        def noted(n: Any, count: Any) -> Any:
+            ends = [refs.ends[first + n * AT_ONCE + k] for k in range(AT_ONCE)]
+            for k, end in enumerate(ends):
+                refs.ended[count] = first + n * AT_ONCE + k
+                count = count + ((end >= 0) & (n * AT_ONCE + k < size)).astype(jnp.int32)
+            return count
+
+        ended = lax.fori_loop(0, lax.div(size + (AT_ONCE - 1), AT_ONCE), noted, jnp.int32(0), unroll=False)
         many = lax.div(ended, PAIRS)
 
         @pl.loop(0, many)
@@ -207,7 +228,7 @@ class _Layer(Streams):
     def _send(self, last: list[Any]) -> None:
         """Adds up the rows of pairs in slot order, of which these are the last ones, and sends the sums to the tokens'
         ranks."""
-        refs, kept, tokens = self.refs, self._records(self.refs.kept), self._records(self.refs.tokens)
+        refs, kept = self.refs, self._records(self.refs.kept)
         parts = self.record.per_word
 
         def product(row: Any) -> list[jax.Array]:
@@ -227,7 +248,7 @@ class _Layer(Streams):
         totals = [tuple(nothing + value for value in product(row)) for row in first]
         for n, end in enumerate(ends):
             _, totals[n] = lax.fori_loop(1, lax.shift_right_logical(end, ROW_BITS), add, (first[n], totals[n]))
-        for (source, token, number), sums in zip(places, totals, strict=True):
+        for row, (source, token, number), sums in zip(last, places, totals, strict=True):
             if self.back is None:  # float32 sums stay, 128 elements a row
                 for part in range(parts):
                     for b in kept.registers:
@@ -237,9 +258,10 @@ class _Layer(Streams):
                 continue
             for b in kept.registers:
                 word = self._word([keep(a, self.zero) for a in sums[b * parts : (b + 1) * parts]])
-                tokens.ref[number, tokens.part(b), :] = word
+                kept.ref[row, kept.part(b), :] = word
             there = self.rank * self.sizes.tokens + token, pl.ds(0, self.record.shape[0])
-            self.back.start(tokens.at(number), there, source, SUMS)
+            self.back.start(kept.at(row), there, source, SUMS)
+        refs.leaving[0] = refs.leaving[0] + len(last)
 
     def _chunks(self, j: int) -> list[tuple[int, int]]:
         """Returns the parts of the words of block row `j`, and which 128 columns each of them has."""
@@ -263,6 +285,16 @@ def chunks_of(record: Record, j: int) -> list[tuple[int, int]]:
     ]
 
 
+def for_peers(ranks: int, rank: Any, work: Callable[[Any], None]) -> None:
+    """Calls `work(peer)` for every rank but this one."""
+
+    @pl.loop(0, ranks)
+    def _(peer: Any) -> None:
+        @pl.when(peer != rank)
+        def _() -> None:
+            work(peer)
+
+
 def _body(
     refs: Any,
     *,
@@ -271,6 +303,8 @@ def _body(
     record: Record,
     sizes: Sizes,
     axes: peers.Axes | None,
+    blocks: dict[str, tuple[int, int] | None],
+    in_hbm: bool,
     flat: bool,
 ) -> None:
     rank = jnp.int32(0) if axes is None else lax.axis_index(axes.names).astype(jnp.int32)
@@ -279,10 +313,17 @@ def _body(
     def link(target: Any, came: Any) -> Link:
         return Link(axes, target, refs.sent, came, refs.credits, place=rank)
 
-    there = link(refs.tokens, refs.tokens_came)
     back = None if axes is None else link(refs.sums_back, refs.sums_came)
-    there.announce()
-    layer = _Layer(refs, pieces, activate, jnp.int32(0), 1, jnp.int32(0), record, sizes, rank, back, None, flat)
+    meeting = link(refs.routing, refs.routing_came)
+    meeting.announce()
+    scales = {
+        name: Scales(getattr(refs, f"{name}_scales"), block, getattr(refs, name).shape)
+        for name, block in blocks.items()
+    }
+    for n in range(min(2, _groups_of(refs.x, refs.given))):
+        _given(refs, n).start()
+    nothing = jnp.int32(0)
+    layer = _Layer(refs, pieces, activate, nothing, 1, nothing, record, sizes, rank, back, None, flat, scales=scales)
     ahead, early = layer.beginning(), min(pieces.ahead, sizes.certain * sum(pieces.slabs(*refs.up.shape[1:])))
     if early:
 
@@ -292,52 +333,15 @@ def _body(
 
         ahead = layer.first_slabs(early, sizes.certain)
 
-    given, hidden = refs.x, refs.x.shape[1]
-    if record.hidden > hidden:  # the last of its 128 columns are zeros
-        given = refs.wide
-        given[...] = jnp.zeros(given.shape, given.dtype)
-        given[:, :hidden] = refs.x[...]
-
-    def pack(rows: Any) -> None:
-        def put(j: int, words: jax.Array) -> None:
-            tokens.store(j, rank * sizes.tokens + rows.start, words)
-
-        encode(record, lambda c: given[rows, c * LANES : (c + 1) * LANES], None, put, rows.size)
-
-    for_row_groups(sizes.tokens, GROUP, pack)
-    if record.hidden > refs.out_sum.shape[1]:  # columns that the experts do not have leave as zeros
-        beyond = (refs.result.shape[0], record.hidden - refs.out_sum.shape[1])
-        refs.result[:, refs.out_sum.shape[1] :] = jnp.zeros(beyond, refs.result.dtype)
+    _pack(refs, sizes, rank, tokens)
     decode_routing.put_own(refs, sizes, rank)
-    there.await_peers()
-
-    if axes is not None:
-
-        @pl.loop(0, ranks)
-        def _(peer: Any) -> None:
-            @pl.when(peer != rank)
-            def _() -> None:
-                link(refs.routing, refs.routing_came).start(refs.routing.at[rank], rank, peer, ROUTING)
-
-        @pl.loop(0, sizes.tokens)
-        def _(token: Any) -> None:
-            bits = refs.own[token]
-            number = rank * sizes.tokens + token
-            for peer in range(ranks):
-
-                @pl.when((lax.shift_right_logical(bits, peer) & 1 == 1) & (peer != rank))
-                def _(peer: int = peer) -> None:
-                    there.start(tokens.at(number), (number, pl.ds(0, record.shape[0])), peer, TOKENS)
+    refs.awaited[0] = 0
+    refs.leaving[0] = 0
+    meeting.await_peers()
 
     def every_peer(work: Callable[[Any], None]) -> None:
-        if axes is None:
-            return
-
-        @pl.loop(0, ranks)
-        def _(peer: Any) -> None:
-            @pl.when(peer != rank)
-            def _() -> None:
-                work(peer)
+        if axes is not None:
+            for_peers(ranks, rank, work)
 
     def arrivals(came: Any, source: Any) -> Any:
         return came.at[lax.rem(source, recv_semaphores(ranks))]
@@ -345,71 +349,168 @@ def _body(
     def await_routing(semaphore: Any) -> None:
         pltpu.make_async_copy(refs.routing.at[0], refs.routing.at[0], semaphore).wait()
 
+    every_peer(lambda peer: meeting.start(refs.routing.at[rank], rank, peer, ROUTING))
+    if axes is not None:
+        _send_tokens(refs, sizes, rank, tokens, lambda group: link(refs.tokens, refs.tokens_came.at[group]))
     every_peer(lambda source: await_routing(arrivals(refs.routing_came, source)))
-    passes = decode_routing.count(refs, sizes, rank)
-    blocks = jnp.where(passes == 1, sizes.blocks, 1)
+    decode_routing.count(refs, sizes, rank)
 
-    @pl.loop(0, passes)
-    def _(n: Any) -> None:
-        mine = decode_routing.order(refs, sizes, rank, n, n + blocks)
+    def one_pass(begin: Any) -> Any:
+        end = decode_routing.end_of_pass(refs, sizes, begin)
+        mine = decode_routing.order(refs, sizes, rank, begin, end)
         of_pass = dataclasses.replace(layer, mine=mine, zero=lax.shift_right_logical(mine, 31))
-        place = of_pass.more_slabs(n == 0, early, ahead)
+        of_pass.visits(of_pass.more_slabs(begin == 0, early, ahead))
+        if axes is not None:
+            _Records(refs.kept, record, flat).wait(refs.leaving[0], refs.sent.at[SUMS])
+            refs.leaving[0] = 0
+        return end
 
-        @pl.when(n == 0)
-        def _() -> None:
-            every_peer(
-                lambda source: tokens.wait(decode_routing.expected(refs, source), arrivals(refs.tokens_came, source))
-            )
-            every_peer(lambda peer: await_routing(refs.sent.at[ROUTING]))
-            every_peer(lambda peer: tokens.wait(decode_routing.returned(refs, sizes, peer), refs.sent.at[TOKENS]))
-
-        of_pass.visits(place)
-
+    if sizes.blocks == 1:
+        one_pass(nothing)
+    else:
+        lax.while_loop(lambda begin: begin < sizes.blocks, one_pass, nothing)
+    layer.await_records(sizes.groups)
     if axes is None:
         _add_up(refs, _Records(refs.sums_back, sums_of(record), flat), sizes)
         return
+    every_peer(lambda peer: await_routing(refs.sent.at[ROUTING]))
+    every_peer(lambda peer: tokens.wait(decode_routing.returned(refs, sizes, peer), refs.sent.at[TOKENS]))
 
     @pl.loop(0, ranks)
     def _(source: Any) -> None:
-        tokens.wait(decode_routing.expected(refs, source), refs.sent.at[SUMS])
         tokens.wait(decode_routing.returned(refs, sizes, source), arrivals(refs.sums_came, source))
 
-    _add_up(refs, _Records(refs.sums_back, record, flat), sizes)
-    there.leave()
+    if in_hbm:  # records of tokens are no longer read
+        rows = pl.ds(0, record.shape[0])
+        dma = pltpu.make_async_copy(refs.sums_back.at[:, rows], refs.tokens.at[:, rows], refs.moved)
+        dma.start()
+        dma.wait()
+    _add_up(refs, tokens if in_hbm else _Records(refs.sums_back, record, flat), sizes)
+    meeting.leave()
+
+
+def _groups_of(rows: Any, buffer: Any) -> int:
+    """Groups of `rows [T, H]` that go through `buffer [2, N, H]`."""
+    return int(rows.shape[0]) // int(buffer.shape[1])
+
+
+def _rows_of(n: Any, size: int) -> Any:
+    """Rows of group `n`."""
+    return pl.ds(n * size if isinstance(n, int) else pl.multiple_of(n * size, size), size)
+
+
+def _given(refs: Any, n: Any) -> Any:
+    """DMA of group `n` of this rank's tokens into VMEM."""
+    slot = lax.rem(jnp.int32(n), 2)
+    rows = _rows_of(n, refs.given.shape[1])
+    return pltpu.make_async_copy(refs.x.at[rows], refs.given.at[slot], refs.given_semaphore.at[slot])
+
+
+def _pack(refs: Any, sizes: Sizes, rank: Any, tokens: _Records) -> None:
+    """Packs this rank's tokens into records, a group after the other."""
+    record, (size, hidden), groups = tokens.record, refs.given.shape[1:], _groups_of(refs.x, refs.given)
+
+    def one(n: Any) -> None:
+        slot = lax.rem(jnp.int32(n), 2)
+        _given(refs, n).wait()
+
+        def chunk(c: int) -> jax.Array:
+            values = refs.given[slot, :, c * LANES : min((c + 1) * LANES, hidden)]
+            if values.shape[1] == LANES:
+                return values
+            # the last of a record's 128 columns are zeros
+            beyond = jnp.zeros((size, LANES - values.shape[1]), jnp.float32)
+            return jnp.concatenate([values.astype(jnp.float32), beyond], axis=1).astype(values.dtype)
+
+        encode(record, chunk, None, lambda j, words: tokens.store(j, rank * sizes.tokens + n * size, words), size)
+
+        @pl.when(n + 2 < groups)
+        def _() -> None:
+            _given(refs, n + 2).start()
+
+    if groups == 1:
+        one(0)
+    else:
+        pl.loop(0, groups)(one)
+
+
+def _send_tokens(refs: Any, sizes: Sizes, rank: Any, tokens: _Records, link: Callable[[Any], Link]) -> None:
+    """Sends this rank's tokens, to all ranks in turn. `link(group)` leads to the semaphores of a group."""
+    most = nothing = jnp.int32(0)
+    for peer in range(sizes.ranks):
+        most = jnp.maximum(most, jnp.where(peer == rank, nothing, decode_routing.returned(refs, sizes, peer)))
+
+    @pl.loop(0, most)
+    def _(n: Any) -> None:
+        # read before the first DMA starts: the compiler does not move a read before a DMA
+        words = [decode_routing.leaving(refs, sizes, peer, n) for peer in range(sizes.ranks)]
+        for peer, word in enumerate(words):
+
+            @pl.when(word >= 0)
+            def _(peer: int = peer, word: Any = word) -> None:
+                token, group = word & ((1 << TOKEN_BITS) - 1), lax.shift_right_logical(word, TOKEN_BITS)
+                number = rank * sizes.tokens + token
+                there = number, pl.ds(0, tokens.record.shape[0])
+                link(group).start(tokens.at(number), there, peer, TOKENS)
 
 
 def _add_up(refs: Any, back: _Records, sizes: Sizes) -> None:
-    """Adds up the sums of this rank's tokens in the order of ranks."""
-    record = back.record
+    """Adds up the sums of this rank's tokens in the order of ranks, a group of tokens after the other."""
+    record, size = back.record, refs.total.shape[1]
+    groups = _groups_of(refs.out, refs.total)
 
-    def add(rows: Any) -> None:
+    def leave(n: Any) -> Any:  # XLA would copy a result that lies in VMEM
+        slot = lax.rem(jnp.int32(n), 2)
+        return pltpu.make_async_copy(refs.total.at[slot], refs.out.at[_rows_of(n, size)], refs.out_semaphore.at[slot])
+
+    def add(n: Any) -> None:
+        slot, begin = lax.rem(n, 2), pl.multiple_of(n * size, size)
+
+        @pl.when(n >= 2)
+        def _() -> None:
+            leave(n - 2).wait()
+
         for j in range(record.value_rows):
-            totals = [jnp.zeros((rows.size, LANES), jnp.float32) for _ in chunks_of(record, j)]
+            totals = [jnp.zeros((size, LANES), jnp.float32) for _ in chunks_of(record, j)]
             for r in range(sizes.ranks):
-                words = back.load(j, r * sizes.tokens + rows.start, rows.size)
-                words = words & refs.masks[r, rows, :]  # what has not come adds +0.0, which changes no sum
+                words = back.load(j, r * sizes.tokens + begin, size)
+                words = words & refs.masks[r, pl.ds(begin, size), :]  # what has not come adds +0.0: no sum changes
                 totals = [total + values_of(words, part, record.dtype) for part, total in enumerate(totals)]
-            for (_, c), total in zip(chunks_of(record, j), totals, strict=True):
-                columns = slice(c * LANES, min((c + 1) * LANES, refs.total.shape[1]))
-                refs.total[rows, columns] = total[:, : columns.stop - columns.start].astype(refs.total.dtype)
+            for (_part, c), total in zip(chunks_of(record, j), totals, strict=True):
+                columns = slice(c * LANES, min((c + 1) * LANES, refs.total.shape[2]))
+                refs.total[slot, :, columns] = total[:, : columns.stop - columns.start].astype(refs.total.dtype)
+        leave(n).start()
 
-    for_row_groups(sizes.tokens, GROUP, add)
-    out = pltpu.make_async_copy(refs.total, refs.out, refs.moved)  # XLA would copy a result that lies in VMEM
-    out.start()
-    out.wait()
+    pl.loop(0, groups)(add)
+    for last in range(max(0, groups - 2), groups):
+        leave(last).wait()
 
 
-def vmem_bytes(pieces: Pieces, record: Record, sizes: Sizes, shape: tuple[int, ...], gated: bool) -> int:
-    """VMEM that the kernel needs beside biases.
+def vmem_bytes(
+    pieces: Pieces,
+    record: Record,
+    sizes: Sizes,
+    shape: tuple[int, ...],
+    gated: bool,
+    *,
+    in_hbm: bool = False,
+    of_weights: int | None = None,
+) -> int:
+    """VMEM that the kernel needs beside biases and scales.
 
     Args:
       shape: of `up`, `[L, H, F]`.
+      in_hbm, of_weights: as in `decode_layer`, and bytes of a weight, if not those of a token's element.
     """
-    itemsize = 4 // record.per_word
-    rows = 4 * LANES * whole_rows(record)
-    records = (2 * sizes.ranks * sizes.tokens + sizes.rows + 2 * sizes.most + GROUP) * rows
-    given = 3 * max(sizes.tokens, GROUP) * record.hidden * itemsize
-    return records + given + sizes.vmem_bytes() + experts_bytes(pieces, shape[1], shape[2], gated, itemsize)
+    itemsize, all_tokens = 4 // record.per_word, sizes.ranks * sizes.tokens
+    records = (all_tokens * (1 if in_hbm else 2) + sizes.rows + 2 * GROUP) * 4 * LANES * whole_rows(record)
+    given = 2 * GROUP * record.hidden * (itemsize + 4)
+    hidden, width = shape[1:]
+    # the experts' kernel has two buffers of rows in and out each, this one has one of rows in
+    rows = 3 * pieces.rows_at_once * record.hidden * itemsize
+    return (
+        records + given + sizes.vmem_bytes() + experts_bytes(pieces, hidden, width, gated, itemsize, of_weights) - rows
+    )
 
 
 def decode_layer(
@@ -427,17 +528,20 @@ def decode_layer(
     certain: int,
     axes: peers.Axes | None,
     launch: Launch,
+    in_hbm: bool = False,
+    scales: dict[str, tuple[jax.Array, tuple[int, int] | None]] | None = None,
 ) -> jax.Array:
     """Tokens through the experts that they name, and their weighted sums.
 
     Args:
       x: `[T, H]`; `T` at most 256, a multiple of 16 or less than 16.
       topk_idx: int32 `[K, T]`, global experts, `-1` for none. topk_weights: float32 `[K, T]`.
-      gate, up, down, biases, activate: as in `decode_experts`.
-      kept: rows that there is room for. Where more come to a rank, it passes block by block of sources, and reads the
-        weights as often.
+      gate, up, down, biases, activate, scales: as in `decode_experts`.
+      kept: rows that there is room for. Where more come to a rank, it passes some blocks of sources at a time, and
+        reads the weights as often.
       certain: experts whose weights come before the routing is known, the first ones; at most `L`.
       axes: the ranks; None: tokens and experts are this rank's alone, and sums are not rounded.
+      in_hbm: sums come back into HBM, not VMEM; with axes.
 
     Returns:
       `[T, H]` in `x.dtype`, without axes float32.
@@ -450,11 +554,13 @@ def decode_layer(
     operands: dict[str, Any] = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights, "up": up, "down": down}
     if gated:
         operands["gate"] = gate
-    streamed = ("up", "down", "gate")
+    spaces = {name: pltpu.HBM if name in ("x", "up", "down", "gate") else pltpu.VMEM for name in operands}
     for name, bias in (biases or {}).items():
-        operands[f"{name}_bias"] = bias
+        operands[f"{name}_bias"], spaces[f"{name}_bias"] = bias, pltpu.VMEM
+    for name, (of_matrix, block) in (scales or {}).items():
+        operands[f"{name}_scales"], spaces[f"{name}_scales"] = of_matrix, pltpu.VMEM if block is None else pltpu.SMEM
 
-    def slab(count: int, size: int, columns: int) -> Any:
+    def slab(count: int, size: int, columns: int, dtype: Any) -> Any:
         return pltpu.VMEM((count, size, columns), dtype)
 
     def records(count: int) -> Any:
@@ -462,53 +568,52 @@ def decode_layer(
 
     ups, downs = pieces.buffers(hidden, width)
     most = pieces.rows_at_once
+    came = recv_semaphores(sizes.ranks)
     scratch: dict[str, Any] = {
         **sizes.scratch(),
         "tokens": records(sizes.ranks * tokens),
-        "sums_back": records(sizes.ranks * tokens)
-        if axes
-        else pltpu.VMEM((tokens, _whole_sums(record), LANES), jnp.int32),
         "kept": records(sizes.rows + GROUP),
-        "gathered": records(most),
-        "total": pltpu.VMEM((tokens, hidden), out_dtype),
+        "gathered": records(GROUP),
+        "given": pltpu.VMEM((2, min(tokens, GROUP), hidden), dtype),
+        "total": pltpu.VMEM((2, min(tokens, GROUP), hidden), out_dtype),
         "rows": pltpu.VMEM((most, wide), dtype),
-        "ups": slab(ups, min(pieces.depth, hidden), width),
-        "downs": slab(downs, min(pieces.width, width), hidden),
+        "ups": slab(ups, min(pieces.depth, hidden), width, up.dtype),
+        "downs": slab(downs, min(pieces.width, width), hidden, down.dtype),
         "up_sum": pltpu.VMEM((most, width), jnp.float32),
         "hidden": pltpu.VMEM((most, width), dtype),
         "out_sum": pltpu.VMEM((most, hidden), jnp.float32),
-        "result": pltpu.VMEM((most, wide), dtype),
         "up_semaphore": pltpu.SemaphoreType.DMA((ups,)),
         "down_semaphore": pltpu.SemaphoreType.DMA((downs,)),
+        "given_semaphore": pltpu.SemaphoreType.DMA((2,)),
+        "out_semaphore": pltpu.SemaphoreType.DMA((2,)),
         "sent": pltpu.SemaphoreType.DMA((3,)),
-        **{
-            f"{name}_came": pltpu.SemaphoreType.DMA((recv_semaphores(sizes.ranks),))
-            for name in ("routing", "tokens", "sums")
-        },
+        "routing_came": pltpu.SemaphoreType.DMA((came,)),
+        "tokens_came": pltpu.SemaphoreType.DMA((sizes.groups, came)),
+        "sums_came": pltpu.SemaphoreType.DMA((came,)),
         "credits": pltpu.SemaphoreType.REGULAR,
     }
-    if wide > hidden:
-        scratch["wide"] = pltpu.VMEM((tokens, wide), dtype)
+    of_sums = (sizes.ranks * tokens, whole_rows(record), LANES) if axes else (tokens, _whole_sums(record), LANES)
+    if not in_hbm:
+        scratch["sums_back"] = pltpu.VMEM(of_sums, jnp.int32)
     if gated:
-        scratch["gates"] = slab(ups, min(pieces.depth, hidden), width)
+        scratch["gates"] = slab(ups, min(pieces.depth, hidden), width, up.dtype)
         scratch["gate_sum"] = pltpu.VMEM((most, width), jnp.float32)
-    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    in_vmem = pl.BlockSpec(memory_space=pltpu.VMEM)
+    outputs = {"out": ((tokens, hidden), out_dtype)} | ({"sums_back": (of_sums, jnp.int32)} if in_hbm else {})
+    body = functools.partial(_body, pieces=pieces, activate=activate, record=record, sizes=sizes, axes=axes)
+    blocks = {name: block for name, (_, block) in (scales or {}).items()}
     return launch.call(
-        functools.partial(
-            _body, pieces=pieces, activate=activate, record=record, sizes=sizes, axes=axes, flat=not launch.interpret
-        ),
+        functools.partial(body, blocks=blocks, in_hbm=in_hbm, flat=not launch.interpret),
         functools.partial(types.SimpleNamespace, **_ABSENT),
-        [*operands, "out", *scratch],
+        [*operands, *outputs, *scratch],
         name="xen_moe_decode_layer",
         remote=axes is not None,
         by_dma=True,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=0,
             grid=(),
-            in_specs=[in_hbm if name in streamed else in_vmem for name in operands],
-            out_specs=in_hbm,
+            in_specs=[pl.BlockSpec(memory_space=spaces[name]) for name in operands],
+            out_specs=[pl.BlockSpec(memory_space=pltpu.HBM)] * len(outputs),
             scratch_shapes=list(scratch.values()),
         ),
-        out_shape=((tokens, hidden), out_dtype),
-    )(*operands.values())
+        out_shape=list(outputs.values()),
+    )(*operands.values())[0]

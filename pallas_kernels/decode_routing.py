@@ -3,8 +3,9 @@
 What moves: tables in VMEM, as whole vectors, source by source, or several sources of few tokens side by side; only
 the slots that belong to this rank are looked at one by one, and written to SMEM. Rows lie in the order in which
 `decode_layer` visits experts: at most `most` rows of each expert, then what is left of each. A pair of a source and a
-token is done when its last row is. More rows than fit are passed block by block, a block being the sources that lie
-side by side.
+token is done when its last row is. More rows than fit are passed some blocks at a time, a block being the sources that
+lie side by side. A rank sends its tokens in the order in which their destination visits them, in as many groups as
+`Sizes.groups`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ ROW_BITS = 16
 """Bits of the number of a row. `links` of a row: the pair's next row in slot order, and above these bits its record
 (`number_of`). `ends` of a pair's last row: its first row, and above these bits its number of rows; of others, -1."""
 TOKEN_BITS = 8
+GROUPS = 4
+"""Groups of a rank's experts. Records of the first group's tokens come first, and its experts are visited meanwhile."""
 
 
 def number_of(link: Any, tokens: int) -> tuple[Any, Any, Any]:
@@ -79,6 +82,25 @@ class Sizes:
         return -(-self.experts // SUBLANES) * SUBLANES
 
     @property
+    def of_group(self) -> int:
+        """Experts of a group."""
+        return -(-self.experts // GROUPS)
+
+    @property
+    def groups(self) -> int:
+        return -(-self.experts // self.of_group)
+
+    @property
+    def at_experts(self) -> int:
+        """Place in `come` of the rows of each expert; before it the records of each source, all and by group."""
+        return (1 + self.groups) * LANES
+
+    @property
+    def at_blocks(self) -> int:
+        """Place in `come` of the rows of each block."""
+        return self.at_experts + whole(self.registers)
+
+    @property
     def rows(self) -> int:
         """Most rows of a pass: those of one block at least, also where a token names an expert twice."""
         of_source = self.tokens * self.top_k
@@ -99,13 +121,14 @@ class Sizes:
 
     def scratch(self) -> dict[str, Any]:
         """The references that this module reads and writes."""
-        own, come = self.wide + LANES, 2 * LANES + whole(self.registers)
-        table, windows = pltpu.SMEM((self.visits,), jnp.int32), pltpu.SMEM((whole(self.rows),), jnp.int32)
+        own, come = self._windows()
+        table, windows = pltpu.SMEM((self.visits,), jnp.int32), pltpu.SMEM((whole(self.rows + AT_ONCE),), jnp.int32)
         merged = {"merged": pltpu.VMEM((self.blocks, 2 * self.half, self.wide), jnp.int32)} if self.beside > 1 else {}
         return merged | {
             "routing": pltpu.VMEM((self.ranks, 2 * self.half, self.wide), jnp.int32),
             "masks": pltpu.VMEM((self.ranks, self.wide, LANES), jnp.int32),
             "sums": pltpu.VMEM((self.registers, LANES), jnp.float32),
+            "arrived": pltpu.VMEM((SUBLANES, LANES), jnp.float32),
             "lines": pltpu.VMEM((1, self.lines * self.wide), jnp.int32),
             "own_row": pltpu.VMEM((1, own), jnp.int32),
             "come_row": pltpu.VMEM((1, come), jnp.int32),
@@ -121,16 +144,21 @@ class Sizes:
             "firsts": table,
             "counts": table,
             "sizes": table,
+            "awaited": pltpu.SMEM((1,), jnp.int32),
+            "leaving": pltpu.SMEM((1,), jnp.int32),
         }
 
+    def _windows(self) -> tuple[int, int]:
+        """Words of `own` and `come`."""
+        return self.ranks * self.wide + LANES, self.at_blocks + LANES
+
     def smem_bytes(self) -> int:
-        return 4 * (
-            3 * whole(self.rows) + self.most + self.lines * self.wide + 4 * self.visits + 2 * self.wide + 4 * LANES
-        )
+        tables = 3 * whole(self.rows + AT_ONCE) + self.most + self.lines * self.wide + 4 * self.visits + 2
+        return 4 * (tables + sum(self._windows()))
 
     def vmem_bytes(self) -> int:
         registers = self.ranks * (4 * self.half * self.wide + self.wide * LANES) + self.registers * LANES
-        return 4 * (registers + SUBLANES * (self.lines * self.wide + 2 * self.wide + 4 * LANES))
+        return 4 * (registers + SUBLANES * (LANES + self.lines * self.wide + sum(self._windows())))
 
 
 def _move(refs: Any, origin: Any, target: Any) -> None:
@@ -140,10 +168,11 @@ def _move(refs: Any, origin: Any, target: Any) -> None:
 
 
 def put_own(refs: Any, sizes: Sizes, rank: Any) -> None:
-    """Puts this rank's routing where it leaves from; writes which ranks its tokens go to.
+    """Puts this rank's routing where it leaves from; writes which tokens go to each rank.
 
-    `own` then has a word for each token, with a bit for each rank, and behind these (`returned`) the number of tokens
-    that go to each rank. `masks[r]` has ones in the rows of tokens that go to rank `r`.
+    `own` then has, for every rank, its tokens in the order of their groups, a word each (`leaving`), and behind these
+    (`returned`) the number of tokens that go to each rank. `masks[r]` has ones in the rows of tokens that go to rank
+    `r`.
     """
     top_k, tokens, wide = sizes.top_k, sizes.tokens, sizes.wide
     refs.routing[rank] = jnp.full((2 * sizes.half, wide), -1, jnp.int32)
@@ -152,31 +181,45 @@ def put_own(refs: Any, sizes: Sizes, rank: Any) -> None:
     refs.routing[rank, sizes.half : sizes.half + top_k, :tokens] = weights
     experts = refs.routing[rank, :top_k]
     number = lax.broadcasted_iota(jnp.int32, (-(-sizes.ranks // SUBLANES) * SUBLANES, wide), 0)
-    hit = number < 0
+    least = jnp.full(number.shape, sizes.experts, jnp.int32)
     for s in range(top_k):
         local = experts[s : s + 1] - number * sizes.experts
-        hit = hit | ((local >= 0) & (local < sizes.experts) & (experts[s : s + 1] >= 0))
+        least = jnp.where(local >= 0, jnp.minimum(least, local), least)
+    hit = least < sizes.experts
     upright = jnp.transpose(hit.astype(jnp.float32))
     lane = lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
-    bits, returned = jnp.zeros((1, wide), jnp.int32), jnp.zeros((1, LANES), jnp.int32)
+    returned = jnp.zeros((1, LANES), jnp.int32)
     for r in range(sizes.ranks):
-        bits = bits | (hit[r : r + 1].astype(jnp.int32) << r)
         returned = jnp.where(lane == r, counted(hit[r : r + 1]), returned)
         goes = jnp.broadcast_to(upright[:, r : r + 1], (wide, LANES)) > 0
         refs.masks[r] = jnp.where(goes, jnp.int32(-1), jnp.int32(0))
-    refs.own_row[:, :wide] = bits
-    refs.own_row[:, wide:] = returned
+    refs.own_row[:, sizes.ranks * wide :] = returned
+    if sizes.ranks > 1:
+        token = lax.broadcasted_iota(jnp.int32, number.shape, 1)
+        group = sum(((least >= g * sizes.of_group).astype(jnp.int32) for g in range(1, sizes.groups)), 0 * least)
+        words = jnp.where(hit & (number != rank), token | (group << TOKEN_BITS), -1)
+        key = jnp.where(words >= 0, group, sizes.groups)
+        rows = lax.broadcasted_iota(jnp.int32, (SUBLANES, wide), 0)
+        for r in range(sizes.ranks):
+            table = jnp.where(rows == 0, words[r : r + 1], 0)
+            line = ordered(key[r : r + 1], sizes.groups + 1, table)[:1]
+            refs.own_row[:, r * wide : (r + 1) * wide] = line
     _move(refs, refs.own_row.at[0], refs.own)
+
+
+def leaving(refs: Any, sizes: Sizes, rank: Any, n: Any) -> Any:
+    """Returns the `n`-th token that goes to another rank, and above `TOKEN_BITS` its group; -1 where there is none."""
+    return refs.own[rank * sizes.wide + n]
 
 
 def returned(refs: Any, sizes: Sizes, rank: Any) -> Any:
     """Number of this rank's tokens that `rank` has rows of."""
-    return refs.own[sizes.wide + rank]
+    return refs.own[sizes.ranks * sizes.wide + rank]
 
 
-def expected(refs: Any, source: Any) -> Any:
-    """Number of tokens of a source that have rows on this rank."""
-    return refs.come[source]
+def arriving(refs: Any, group: Any, source: Any) -> Any:
+    """Number of tokens of a source that come with a group."""
+    return refs.come[(1 + group) * LANES + source]
 
 
 def _merge(refs: Any, sizes: Sizes) -> None:
@@ -211,13 +254,15 @@ def _local(refs: Any, sizes: Sizes, block: Any, rank: Any) -> jax.Array:
     return jnp.where((local >= 0) & (local < sizes.experts), local, -1)
 
 
-def count(refs: Any, sizes: Sizes, rank: Any) -> Any:
-    """Counts the slots of all ranks; returns how many passes their rows take: one, or one for each block."""
+def count(refs: Any, sizes: Sizes, rank: Any) -> None:
+    """Counts the slots of all ranks, and the records that come."""
     if sizes.beside > 1:
         _merge(refs, sizes)
     refs.sums[...] = jnp.zeros(refs.sums.shape, jnp.float32)
+    refs.arrived[...] = jnp.zeros(refs.arrived.shape, jnp.float32)
     refs.come_row[...] = jnp.zeros(refs.come_row.shape, jnp.int32)
-    lane = lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
+    lane = lax.broadcasted_iota(jnp.int32, refs.arrived.shape, 1)
+    row = lax.broadcasted_iota(jnp.int32, (SUBLANES, sizes.wide), 0)
     column = lax.broadcasted_iota(jnp.int32, refs.sums.shape, 1)
 
     @pl.loop(0, sizes.blocks)
@@ -225,17 +270,37 @@ def count(refs: Any, sizes: Sizes, rank: Any) -> Any:
         local = _local(refs, sizes, block, rank)
         count = jnp.sum(hot(local, sizes.registers), axis=1, keepdims=True)
         refs.sums[...] = jnp.where(column == block, count, refs.sums[...])
-        there, (source, _) = jnp.max(local, axis=0, keepdims=True) >= 0, _numbers(sizes, block)
+        least = jnp.min(jnp.where(local >= 0, local, sizes.experts), axis=0, keepdims=True)
+        # row 0: all tokens with rows here; row 1 + g: those of group g
+        begin = jnp.where(row == 0, 0, (row - 1) * sizes.of_group)
+        end = jnp.where(row == 0, sizes.experts, jnp.minimum(begin + sizes.of_group, sizes.experts))
+        there = (least >= begin) & (least < end)
+        source, _ = _numbers(sizes, block)
         for n in range(sizes.beside):
             number = block * sizes.beside + n
-            some = counted(there & (source == number))
-            refs.come_row[:, :LANES] = jnp.where(lane == number, some, refs.come_row[:, :LANES])
+            some = jnp.sum((there & (source == number)).astype(jnp.float32), axis=1, keepdims=True)
+            refs.arrived[...] = jnp.where(lane == number, some, refs.arrived[...])
 
-    totals = jnp.sum(refs.sums[...], axis=1, keepdims=True)
-    total = jnp.sum(totals, axis=0, keepdims=True).astype(jnp.int32)
-    refs.come_row[:, -LANES:] = jnp.broadcast_to(total, (1, LANES))
+    for n in range(1 + sizes.groups):
+        refs.come_row[:, n * LANES : (n + 1) * LANES] = refs.arrived[n : n + 1].astype(jnp.int32)
+    blocks = jnp.sum(refs.sums[...], axis=0, keepdims=True)
+    refs.come_row[:, sizes.at_blocks :] = blocks.astype(jnp.int32)
     _move(refs, refs.come_row.at[0], refs.come)
-    return jnp.where(refs.come[refs.come.shape[0] - LANES] <= sizes.rows, 1, sizes.blocks)
+
+
+def end_of_pass(refs: Any, sizes: Sizes, begin: Any) -> Any:
+    """Returns the block behind a pass that begins with block `begin`: it takes the blocks for whose rows there is room,
+    and one at least."""
+
+    def fits(carry: Any) -> Any:
+        end, rows = carry
+        return (end < sizes.blocks) & (rows + refs.come[sizes.at_blocks + end] <= sizes.rows)
+
+    def take(carry: Any) -> Any:
+        end, rows = carry
+        return end + 1, rows + refs.come[sizes.at_blocks + end]
+
+    return lax.while_loop(fits, take, (begin + 1, refs.come[sizes.at_blocks + begin]))[0]
 
 
 def _sums(refs: Any, begin: Any, end: Any) -> jax.Array:
@@ -248,7 +313,7 @@ def order(refs: Any, sizes: Sizes, rank: Any, begin: Any, end: Any) -> Any:
     """Makes the tables of the rows of the blocks from `begin` to `end`; returns the number of visits. The certain
     experts are visited where `begin` is 0."""
     totals = jnp.sum(_sums(refs, begin, end), axis=1, keepdims=True)
-    refs.come_row[:, LANES : LANES + sizes.registers] = as_row(totals).astype(jnp.int32)
+    refs.come_row[:, sizes.at_experts : sizes.at_experts + sizes.registers] = as_row(totals).astype(jnp.int32)
     _move(refs, refs.come_row.at[0], refs.come)
     first = jnp.minimum(totals, float(sizes.most))
     begins = above(first), jnp.sum(first, axis=0, keepdims=True) + above(totals - first)
@@ -324,11 +389,11 @@ def _fill_visits(refs: Any, sizes: Sizes, certain: Any) -> Any:
         return visit + wanted.astype(jnp.int32), at + rows
 
     def first(e: Any, carry: Any) -> Any:
-        rows = jnp.minimum(refs.come[LANES + e], sizes.most)
+        rows = jnp.minimum(refs.come[sizes.at_experts + e], sizes.most)
         return add(carry[0], e, carry[1], rows, (rows > 0) | (e < certain))
 
     def rest(e: Any, carry: Any) -> Any:
-        left = jnp.maximum(refs.come[LANES + e] - sizes.most, 0)
+        left = jnp.maximum(refs.come[sizes.at_experts + e] - sizes.most, 0)
 
         def piece(p: Any, carry: Any) -> Any:
             return add(carry[0], e, carry[1], jnp.minimum(left - p * sizes.most, sizes.most), jnp.bool_(True))

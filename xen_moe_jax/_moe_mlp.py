@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +19,7 @@ from xen_moe_jax._placement import Placement
 from xen_moe_jax._quantized_weight import QuantizedWeight, check_format, without_gradient
 from xen_moe_jax._replicated import combine_replicated, dispatch_replicated
 from xen_moe_jax._types import BlockScaled, MoEMLPInfo, Routed
-from xen_moe_jax.experts import float8
+from xen_moe_jax.experts import float8, tpu_decode, tpu_decode_layer
 from xen_moe_jax.experts.arrived import Way, dispatch_quantized
 from xen_moe_jax.experts.combined import Return, experts_and_combine, run_experts
 from xen_moe_jax.experts.function import ACTIVATIONS, APPLY_WEIGHTS_TO, GROUPED_MATMULS, ExpertFunction
@@ -65,7 +67,8 @@ def moe_mlp(
     The value is that of `dispatch`, two or three grouped matmuls and `combine`, to the last bit, and so are the
     derivatives, except on a Hopper GPU. There the backward pass keeps neither the experts' outputs nor their weighted
     cotangents, so that gradients differ by the rounding of these, and a second derivative is an error that names
-    `ragged_dot`.
+    `ragged_dot`. On a TPU few tokens (`config.mode`) take one kernel for all of it, as the Flax layers do
+    (docs/design/tpu.md).
 
     It has no start and done halves: work for the time of a transfer goes between the halves of `dispatch` and of
     `combine`, and the experts, which run between the two, are the caller's matmuls then.
@@ -134,6 +137,13 @@ def moe_mlp(
         "layout": layout,
         "alignment": alignment,
     }
+    decode = None if chosen else _decode(function, routing, values, topk_idx, weights, config)
+    if decode is not None and topk_weights is not None and active is None and placement is None:
+        given = {"wire": wire, "combine_wire": combine_wire, "balance": balance, "capacity": capacity}
+        decode = tpu_decode.adapted(dataclasses.replace(decode, **given), math.prod(values.shape[:-1]))
+        if decode.experts is not None:
+            options = routing | {"drop": drop, "gradient_wire": gradient_wire, "config": config}
+            return _few_tokens(decode, x, topk_idx, topk_weights, weights, options | given, return_info)
     if chosen:
         unset = {"capacity": capacity, "wire": wire, "combine_wire": combine_wire, "active": active}
         unset |= {"gradient_wire": gradient_wire, "placement": placement, "balance": balance}
@@ -163,6 +173,57 @@ def moe_mlp(
         back = Return(combine_wire, gradient_wire, config)
         out = experts_and_combine(function, weights, routed, back)
     return (out, _info(routed)) if return_info else out
+
+
+def _decode(
+    function: ExpertFunction, routing: dict[str, Any], x: Any, topk_idx: Any, weights: dict[str, Any], config: Any
+) -> tpu_decode.Call | None:
+    """Returns the call as the decode kernels of TPUs know it; None where a token could name more slots than a rank has
+    experts, so that a buffer of the worst case could be too small: which rows it drops is the same on every
+    platform."""
+    top_k = jnp.shape(topk_idx)[-1] if jnp.ndim(topk_idx) else 0
+    if function.experts is not None or not 0 < top_k <= weights["up"].shape[0]:
+        return None
+    fields = {field.name: getattr(function, field.name) for field in dataclasses.fields(function)}
+    return tpu_decode.Call(
+        **fields,
+        hidden_size=x.shape[-1],
+        intermediate_size=weights["up"].shape[-1],
+        num_experts=routing["num_experts"],
+        top_k=top_k,
+        axis_name=routing["axis_name"],
+        kernel=config or KernelConfig(),
+        alignment=routing["alignment"],
+    )
+
+
+def _few_tokens(
+    call: tpu_decode.Call, x: Any, topk_idx: Any, topk_weights: Any, weights: Any, options: dict[str, Any], info: bool
+) -> Any:
+    """The call by the decode kernels: all of it by one, or without counts and where that does not fit, its experts."""
+    hidden = x.shape[-1]
+
+    def composed(x: Any, topk_idx: Any, topk_weights: Any, weights: Any, return_info: bool = False) -> Any:
+        matrices = (weights.get(name) for name in NAMES)
+        biases = tuple(weights.get(f"{name}_bias") for name in NAMES) if call.expert_bias else None
+        function = {"activation": call.activation, "experts": call.experts, "alignment": call.alignment}
+        padded = tpu_decode.padded(x.reshape(-1, hidden)).reshape(*x.shape[:-1], -1)
+        result = moe_mlp(
+            padded, topk_idx, topk_weights, *matrices, biases=biases, return_info=return_info, **options | function
+        )
+        out, *more = result if return_info else (result,)
+        return (out[..., :hidden], *more) if return_info else out[..., :hidden]
+
+    rows = x.reshape(-1, hidden)
+    if info or not tpu_decode_layer.takes_layer(call, rows, weights):
+        return composed(x, topk_idx, topk_weights, weights, info)
+    # the operands of a dispatch are checked as it checks them
+    jax.eval_shape(functools.partial(composed, weights=weights), x, topk_idx, topk_weights)
+    slots = topk_idx.reshape(-1, call.top_k).astype(jnp.int32)
+    slots = jnp.where((slots >= 0) & (slots < call.num_experts), slots, -1)
+    factors = topk_weights.reshape(-1, call.top_k)
+    assert isinstance(call.experts, tpu_decode.Experts)
+    return tpu_decode_layer.layer(call.experts, composed, weights, rows, slots, factors).reshape(x.shape)
 
 
 def _info(routed: Routed) -> MoEMLPInfo:

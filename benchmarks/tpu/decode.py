@@ -80,7 +80,8 @@ def compile_layer(generation: str, model: Model, tokens: int, grouped_matmul: st
     from jax.sharding import NamedSharding, PartitionSpec
 
     import xen_moe_jax as xm
-    from xen_moe_jax.flax import MoEConfig, tpu_decode
+    from xen_moe_jax.experts import tpu_decode
+    from xen_moe_jax.flax import MoEConfig
     from xen_moe_jax.flax._chunks import Chunk, through_experts
 
     mesh = tpu_topologies.mesh(generation)
@@ -134,34 +135,37 @@ def expert_cycles(kernel: Loop, visits: int, rows: int, model: Model, pieces: An
     Raises:
       ValueError: the kernel has other loops than it was written with.
     """
-    from xen_moe_jax.pallas_kernels.decode_experts import COLUMNS, GROUP
+    from xen_moe_jax.pallas_kernels.decode_experts import GROUP, PRODUCTS, columns_at_once
 
     if rows > pieces.rows:
         raise ValueError(f"{rows} rows of a visit: the loop over pieces of {pieces.rows} rows is counted as one turn")
     visit = max(kernel.inner, key=lambda loop: sum(inner.bundles for inner in loop.all_inner()))
     turns = {False: model.hidden // pieces.depth, True: model.width // pieces.width}
-    whole = {False: model.width // COLUMNS, True: model.hidden // COLUMNS}
+    wide = {False: model.width, True: model.hidden}
+    products = {False: PRODUCTS // 2, True: PRODUCTS}
     down, slab, total = False, 0.0, float(visit.bundles)
-    slab_loops = [
-        loop for loop in visit.inner if loop.inner and any(name.startswith("dma") for name in loop.operations)
-    ]
+
+    def is_slabs(loop: Loop) -> bool:
+        return bool(loop.operations[tpu_bundles.WAIT]) and any(loop.operations[name] for name in decode_layer.STARTS)
+
+    slab_loops = [loop for loop in visit.inner if is_slabs(loop)]
     if len(slab_loops) != 2:
         raise ValueError(f"{len(slab_loops)} loops over slabs, not 2: the counts are of another kernel")
 
-    def of(loop: Loop) -> float:
+    def of(loop: Loop, together: int) -> float:
         """One turn: loops inside are over pieces of rows, which turn once, and over columns, which are innermost."""
-        times = max(1, whole[down])
-        return loop.bundles + sum(of(inner) if inner.inner else times * inner.bundles for inner in loop.inner)
+        times = columns_at_once(wide[down], together)[1]
+        return loop.bundles + sum(of(inner, together) if inner.inner else times * inner.bundles for inner in loop.inner)
 
     for loop in visit.inner:
         if loop in slab_loops:
             down = loop is slab_loops[1]
-            slab = of(loop)
+            slab = of(loop, products[down])
             total += turns[down] * slab
         elif any(name.startswith("dma") for name in loop.operations):
             total += -(-rows // GROUP) * loop.bundles
         else:
-            total += max(1, whole[True]) * of(loop) if not loop.inner and loop is visit.inner[-2] else of(loop)
+            total += of(loop, 1)
     return -(-visits // kernel.cores) * total, slab
 
 
@@ -197,7 +201,7 @@ def one_row(
     generation: str, name: str, tokens: int, grouped_matmul: str, weights_dtype: str, folder: str, seed: int
 ) -> dict[str, Any]:
     """One layer: compiled, and counted."""
-    from xen_moe_jax.flax import tpu_decode
+    from xen_moe_jax.experts import tpu_decode
     from xen_moe_jax.pallas_kernels.decode_experts import GROUP
     from xen_moe_jax.tuning.workload import round_up
 
@@ -244,16 +248,14 @@ def one_row(
         "largest_copy": largest_copy(program.text),
     }
     if "xen_moe_decode_layer" in program.kernels:
-        return row | one_call(program, generation, model, tokens, seed, weights_us)
+        return row | one_call(program, generation, model, tokens, weights_dtype, seed, weights_us)
     if "xen_moe_decode_experts" in program.kernels:
         kernel = program.kernels["xen_moe_decode_experts"]
         from xen_moe_jax.backends.pallas import hardware
 
         limits = {found.name: found.vmem_bytes for found in hardware.GENERATIONS.values()}
-        pieces = tpu_decode.pieces_for(
-            limits[generation], model.hidden, (model.experts // RANKS, model.hidden, model.width), 2,
-            gated=True, biased=model.biased, scaled=scaled_of(model, tokens, weights_dtype),
-        )  # fmt: skip
+        matrices = matrices_of(model, scaled_of(model, tokens, weights_dtype))
+        pieces = tpu_decode.pieces_for(limits[generation], model.hidden, matrices)
         most = max(of_experts)
         cycles, last = expert_cycles(kernel, active, min(most, pieces.rows), model, pieces)
         bytes_us = weights_us + 2 * sum(of_experts) * model.hidden * 2 / chip.hbm_bytes_per_s * 1e6
@@ -266,9 +268,17 @@ def one_row(
     return row
 
 
+def matrices_of(model: Model, scaled: Any) -> Any:
+    """Returns what policies are told of the experts' weights."""
+    from xen_moe_jax.experts import tpu_decode
+
+    shape = model.experts // RANKS, model.hidden, model.width
+    return tpu_decode.Matrices(shape, "bfloat16", True, model.biased, scaled)
+
+
 def scaled_of(model: Model, tokens: int, weights_dtype: str) -> Any:
     """Returns what the policy of the experts' kernel is told of weights of one byte."""
-    from xen_moe_jax.flax import tpu_decode
+    from xen_moe_jax.experts import tpu_decode
 
     if weights_dtype == "bfloat16":
         return None
@@ -277,34 +287,40 @@ def scaled_of(model: Model, tokens: int, weights_dtype: str) -> Any:
 
 
 def one_call(
-    program: tpu_bundles.Program, generation: str, model: Model, tokens: int, seed: int, weights_us: float
+    program: tpu_bundles.Program,
+    generation: str,
+    model: Model,
+    tokens: int,
+    weights_dtype: str,
+    seed: int,
+    weights_us: float,
 ) -> dict[str, Any]:
     """The part of a row that is another one where the layer is one kernel."""
-    import jax.numpy as jnp
-
     from xen_moe_jax.backends.pallas import hardware
-    from xen_moe_jax.flax import tpu_decode_layer
+    from xen_moe_jax.experts import tpu_decode_layer
 
     chip = tpu_topologies.TOPOLOGIES[generation]
     known = next(found for found in hardware.GENERATIONS.values() if found.name == generation)
-    shape = model.experts // RANKS, model.hidden, model.width
+    scaled = scaled_of(model, tokens, weights_dtype)
     chosen = tpu_decode_layer.layer_pieces(
-        known.vmem_bytes, known.cores, RANKS, tokens, model.top_k, shape, jnp.bfloat16, gated=True, biased=model.biased
+        known.vmem_bytes, known.cores, RANKS, (tokens, model.top_k), matrices_of(model, scaled)
     )
     if chosen is None:
         raise ValueError(
             f"{generation}: the program has one kernel for a layer of which the policy says that it does not fit"
         )
     layer = decode_layer.Layer(
-        RANKS, tokens, model.top_k, model.experts, model.hidden, model.width, chosen.pieces, chosen.kept, chosen.certain
-    )
-    visits, off, waits = decode_layer.visits(layer, seed)
-    counted = decode_layer.cycles(program.kernels["xen_moe_decode_layer"], layer, visits, waits)
-    time = decode_layer.simulated(layer, chip, counted, visits, off)
+        RANKS, tokens, model.top_k, model.experts, model.hidden, model.width, chosen.pieces, chosen.kept,
+        chosen.certain, chosen.in_hbm, 2 if scaled is None else 1,
+    )  # fmt: skip
+    visits, records = decode_layer.visits(layer, seed)
+    counted = decode_layer.cycles(program.kernels["xen_moe_decode_layer"], layer, visits, records)
+    time = decode_layer.simulated(layer, chip, known.cores, counted, visits, records)
     total = time.end + tpu_bundles.xla_cycles(own_operations(program.text)) * 1e6 / chip.clock_hz
     return {
         "one_call": True,
         "wire_us": round(time.wire, 1),
+        "first_us": round(time.first, 1),
         "rows_us": round(time.rows, 1),
         "experts_us": round(time.core, 1),
         "back_us": round(time.back, 1),

@@ -1,9 +1,10 @@
 """The time of a decode layer that is one kernel, out of its bundles, the bytes of HBM and those of the wire.
 
 A timeline is simulated: slabs of weights come one after the other, each as soon as a buffer is free; a slab is
-multiplied when it is there and the slab before it has been; the first rows wait for the records of all ranks; sums of a
-visit go onto the wire when it ends. A bundle takes a cycle, HBM and the links have their public bandwidth, and nothing
-has a latency.
+multiplied when it is there and the slab before it has been; a visit waits for the records of its group of experts,
+which come in the order of groups; sums of a visit go onto the wire when it ends, behind the records. A bundle takes a
+cycle, and a product the longer of its bundles and of its operations at the peak of the matrix units; HBM and the links
+have their public bandwidth, and nothing has a latency.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ STARTS = ("dma.hbm_to_vmem", "dma.general")
 class Layer:
     """Attributes:
     ranks, tokens, top_k, experts, hidden, width: sizes; experts of all ranks.
-    pieces, kept, certain: as the policy chose.
+    pieces, kept, certain, in_hbm: as the policy chose.
+    weight_bytes: of an element of the experts' weights.
     """
 
     ranks: int
@@ -36,6 +38,8 @@ class Layer:
     pieces: Any
     kept: int
     certain: int
+    in_hbm: bool = False
+    weight_bytes: int = 2
 
     @property
     def local(self) -> int:
@@ -48,7 +52,7 @@ class Layer:
         return record_of(self.hidden, "bfloat16").bytes
 
     @property
-    def _sizes(self) -> Any:
+    def sizes(self) -> Any:
         from xen_moe_jax.pallas_kernels.decode_routing import Sizes
 
         most = self.pieces.rows_at_once
@@ -57,28 +61,46 @@ class Layer:
     @property
     def routing_bytes(self) -> int:
         """Routing that a rank sends to another."""
-        return 2 * self._sizes.half * self._sizes.wide * 4
+        return 2 * self.sizes.half * self.sizes.wide * 4
 
     @property
     def blocks(self) -> int:
         """Blocks of sources whose routing is ordered together."""
-        return int(self._sizes.blocks)
+        return int(self.sizes.blocks)
 
 
 @dataclasses.dataclass(frozen=True)
 class Visit:
     """Attributes:
     rows: of the visit. depths: number of rows of each pair that its last row ends. off: those of other ranks' tokens.
+    group: of its expert.
     """
 
     rows: int
     depths: tuple[int, ...]
     off: int
+    group: int
 
 
-def visits(layer: Layer, seed: int) -> tuple[list[Visit], int, int]:
-    """Visits of the busiest rank under uniform routing; the largest number of records that a rank sends to others or
-    gets from them; how often it waits for them."""
+@dataclasses.dataclass(frozen=True)
+class Records:
+    """Records of the dispatch.
+
+    Attributes:
+      off: the largest number that a rank sends to others or gets from them. to_one: to one other rank.
+      come: part of those that a rank gets that has come when a group has. waits: turns of the loops that wait for the
+        records of each group, and for sums to come back.
+    """
+
+    off: int
+    to_one: int
+    come: tuple[float, ...]
+    waits: tuple[int, ...]
+    waits_back: int
+
+
+def visits(layer: Layer, seed: int) -> tuple[list[Visit], Records]:
+    """Visits of the busiest rank under uniform routing, and the records that travel."""
     idx = bundles.random_experts(layer.tokens, layer.ranks, layer.experts, layer.top_k, seed)
     owner = idx // layer.local
     busiest = int(np.bincount(owner.ravel(), minlength=layer.ranks).argmax())
@@ -86,22 +108,31 @@ def visits(layer: Layer, seed: int) -> tuple[list[Visit], int, int]:
     off = reached * ~np.eye(layer.ranks, dtype=bool)
     most = layer.pieces.rows_at_once
     slots = [np.argwhere(idx == busiest * layer.local + e)[:, :2] for e in range(layer.local)]  # (source, token)
-    pieces = [rows[:most] for e, rows in enumerate(slots) if len(rows) or e < layer.certain]
-    pieces += [rows[at : at + most] for rows in slots for at in range(most, len(rows), most)]
+    pieces = [(e, rows[:most]) for e, rows in enumerate(slots) if len(rows) or e < layer.certain]
+    pieces += [(e, rows[at : at + most]) for e, rows in enumerate(slots) for at in range(most, len(rows), most)]
     last: dict[tuple[int, int], int] = {}
     depth: dict[tuple[int, int], int] = {}
-    for n, rows in enumerate(pieces):
+    for n, (_, rows) in enumerate(pieces):
         for pair in map(tuple, rows.tolist()):
             last[pair], depth[pair] = n, depth.get(pair, 0) + 1
-    found = []
-    for n, rows in enumerate(pieces):
+    found, of_group = [], layer.sizes.of_group
+    for n, (e, rows) in enumerate(pieces):
         ended = [pair for pair, at in last.items() if at == n]
-        found.append(
-            Visit(len(rows), tuple(depth[pair] for pair in ended), sum(source != busiest for source, _ in ended))
-        )
+        away = sum(source != busiest for source, _ in ended)
+        found.append(Visit(len(rows), tuple(depth[pair] for pair in ended), away, e // of_group))
     most = layer.ranks * layer.tokens
-    waits = max(int(bundles.waits(n, most).sum()) for n in (reached[busiest], reached[:, busiest]))
-    return found, int(max(off.sum(0).max(), off.sum(1).max())), waits
+    mine = np.where(owner == busiest, idx % layer.local, layer.local).min(2) // of_group  # [source, token]
+    by_group = np.stack([(mine == g).sum(1) for g in range(layer.sizes.groups)])
+    by_group[:, busiest] = 0
+    come = np.cumsum(by_group.sum(1)) / max(by_group.sum(), 1)
+    records = Records(
+        int(max(off.sum(0).max(), off.sum(1).max())),
+        int(off.max()),
+        tuple(come.tolist()),
+        tuple(int(bundles.waits(counts, most).sum()) for counts in by_group),
+        int(bundles.waits(reached[busiest], most).sum()),
+    )
+    return found, records
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,15 +156,12 @@ class Cycles:
     after: list[float]
 
 
-def cycles(kernel: Loop, layer: Layer, of: list[Visit], waits: int) -> Cycles:
+def cycles(kernel: Loop, layer: Layer, of: list[Visit], records: Records) -> Cycles:
     """Counts the loops of the kernel, which stand in the order of the program.
 
     One pass is taken. Both branches of a condition are counted. What is outside of all loops is counted before the
     visits and again after them; of loops over ranks, experts or groups of tokens each turns as often as the longest
     of these.
-
-    Args:
-      waits: turns of the loops that wait for the records of all ranks, or for those to all ranks.
 
     Raises:
       ValueError: the kernel has other loops than this was written for.
@@ -141,25 +169,21 @@ def cycles(kernel: Loop, layer: Layer, of: list[Visit], waits: int) -> Cycles:
     from xen_moe_jax.pallas_kernels import send
 
     front, visit, tail = _largest(kernel)
-    of_pass, inside, rest_of_pass = _largest(visit)
     once = 0.0
-    if len(_slabs(inside)) == 2:  # there is a loop over passes, unless one is enough for all rows that there can be
+    if len(_slabs(visit)) != 2:  # a loop over passes
+        of_pass, inside, rest_of_pass = _largest(visit)
         once, visit = float(visit.bundles), inside
         front, tail = [*front, *of_pass], [*rest_of_pass, *tail]
     turns = max(layer.ranks, layer.local, -(-layer.tokens // 16))
     pack, sending, index = float(kernel.bundles), 0.0, once
     seen_send = False
-
-    def waiting(loop: Loop) -> float:
-        """Bundles of the loops inside one over ranks, which wait for their records, many at a time."""
-        most = max((inner.bundles for inner in loop.inner), default=0)
-        return most * waits * len(loop.inner) / len(send.WAIT_BATCHES)
+    batches = len(send.WAIT_BATCHES)
 
     early = min(layer.pieces.ahead, layer.certain * sum(layer.pieces.slabs(layer.hidden, layer.width)))
     for loop in front:
         starts = sum(loop.operations[name] for name in STARTS)
         if starts == layer.ranks:
-            sending += layer.tokens * loop.bundles
+            sending += records.to_one * loop.bundles
             seen_send = True
         elif starts > 1:
             if seen_send:
@@ -169,20 +193,22 @@ def cycles(kernel: Loop, layer: Layer, of: list[Visit], waits: int) -> Cycles:
         elif loop.operations["dma.vmem_to_smem"]:
             index += layer.blocks * loop.bundles + _written(loop, layer, of)
         else:
-            times = layer.ranks if loop.operations[bundles.WAIT] else turns
-            cost = times * loop.bundles + waiting(loop)
+            cost = turns * loop.bundles
             index, pack = index + cost * seen_send, pack + cost * (not seen_send)
     if not seen_send or not index:
         raise ValueError("no loop that sends records, or none that orders them: the counts are of another kernel")
     rest = float(kernel.bundles)
-    for loop in tail:  # waits, and sums of groups of tokens
-        rest += layer.ranks * loop.bundles + waiting(loop) if loop.inner else -(-layer.tokens // 16) * loop.bundles
-    return Cycles(pack, sending, index, rest, *_of_visits(visit, layer, of))
+    *waiting, add = tail
+    for loop in waiting:  # over ranks, with loops over records inside; or over what is left of groups, which is nothing
+        most = max((inner.bundles for inner in loop.inner if not inner.inner), default=0)
+        rest += layer.ranks * loop.bundles + most * records.waits_back * len(loop.inner) / batches
+    rest += -(-layer.tokens // 16) * add.bundles
+    return Cycles(pack, sending, index, rest, *_of_visits(visit, layer, of, records))
 
 
 def _slabs(visit: Loop) -> list[Loop]:
-    """The loops over slabs, which wait for a DMA and have loops inside."""
-    return [loop for loop in visit.inner if loop.operations[bundles.WAIT] and loop.inner]
+    """The loops over slabs, which start DMAs and wait for them."""
+    return [loop for loop in visit.inner if loop.operations[bundles.WAIT] and any(loop.operations[n] for n in STARTS)]
 
 
 def _largest(loop: Loop) -> tuple[list[Loop], Loop, list[Loop]]:
@@ -199,14 +225,17 @@ def _written(loop: Loop, layer: Layer, of: list[Visit]) -> float:
     return lists * slots.bundles + rows / 4 * many.bundles + min(rows, 1.5 * lists) * single.bundles
 
 
-def _of_visits(visit: Loop, layer: Layer, of: list[Visit]) -> tuple[list[float], ...]:
-    from xen_moe_jax.pallas_kernels.decode_experts import COLUMNS, GROUP
+def _of_visits(visit: Loop, layer: Layer, of: list[Visit], records: Records) -> tuple[list[float], ...]:
+    from xen_moe_jax.pallas_kernels.decode_experts import GROUP, PRODUCTS, columns_at_once
+    from xen_moe_jax.pallas_kernels.decode_layer import PAIRS
 
     slabs = _slabs(visit)
     if len(slabs) != 2:
         raise ValueError(f"{len(slabs)} loops over slabs, not 2: the counts are of another kernel")
     begin, middle = (visit.inner.index(loop) for loop in slabs)
-    columns = max(1, layer.width // COLUMNS), max(1, layer.hidden // COLUMNS)
+    together = PRODUCTS // 2, PRODUCTS  # gate and up are multiplied side by side
+    of_products = [columns_at_once(n, k)[1] for n, k in zip((layer.width, layer.hidden), together, strict=True)]
+    of_sums = [columns_at_once(n, 1)[1] for n in (layer.width, layer.hidden)]
 
     def piece(loop: Loop, times: int) -> float:
         return loop.bundles + times * sum(inner.bundles for inner in loop.inner)
@@ -214,22 +243,34 @@ def _of_visits(visit: Loop, layer: Layer, of: list[Visit]) -> tuple[list[float],
     def slab(loop: Loop, times: int, pieces: int) -> float:
         return loop.bundles + pieces * sum(piece(inner, times) for inner in loop.inner)
 
+    def behind(loops: list[Loop], smaller: int, n: int) -> float:
+        """Loops behind the slabs, of which the first is of a last slab that is smaller."""
+        first = 1 if smaller else 0
+        return sum(piece(loop, of_products[n] if k < first else of_sums[n]) for k, loop in enumerate(loops))
+
     found: tuple[list[float], ...] = ([], [], [], [], [])
-    fetch, fetch_one, unpack, *zero = visit.inner[:begin]
-    *between, words, note, two, one = visit.inner[middle + 1 :]
+    *arrivals, unpack = visit.inner[:begin]
+    *between, words, note, many, one = visit.inner[middle + 1 :]
     turns = layer.pieces.slabs(layer.hidden, layer.width)
     whole = layer.hidden // layer.pieces.depth, layer.width // layer.pieces.width
+    smaller = layer.hidden % layer.pieces.depth, layer.width % layer.pieces.width
+    awaited = 0
     for v in of:
         pieces = -(-v.rows // layer.pieces.rows)
         groups = -(-v.rows // GROUP)
-        before = visit.bundles + v.rows // 4 * fetch.bundles + v.rows % 4 * fetch_one.bundles + groups * unpack.bundles
-        before += pieces * sum(piece(loop, max(columns)) for loop in zero)
-        up, down = (slab(loop, times, pieces) for loop, times in zip(slabs, columns, strict=True))
-        activation = pieces * sum(piece(loop, columns[0]) for loop in visit.inner[begin + 1 : middle])
-        after = pieces * sum(piece(loop, columns[1]) for loop in between) + groups * words.bundles
+        before = visit.bundles + groups * unpack.bundles
+        while awaited <= v.group:  # loops over ranks, with loops over records inside
+            for loop in arrivals:
+                (over_ranks,) = loop.inner
+                batch = max(inner.bundles for inner in over_ranks.inner)
+                before += loop.bundles + layer.ranks * over_ranks.bundles + batch * records.waits[awaited]
+            awaited += 1
+        up, down = (slab(loop, times, pieces) for loop, times in zip(slabs, of_products, strict=True))
+        activation = pieces * behind(visit.inner[begin + 1 : middle], smaller[0], 0)
+        after = pieces * behind(between, smaller[1], 1) + groups * words.bundles
         pairs, further = len(v.depths), sum(v.depths) - len(v.depths)
-        after += v.rows * note.bundles + pairs // 2 * two.bundles + pairs % 2 * one.bundles
-        after += further * max(inner.bundles for inner in two.inner)
+        after += v.rows / 4 * note.bundles + pairs // PAIRS * many.bundles + pairs % PAIRS * one.bundles
+        after += further * max(inner.bundles for inner in many.inner)
         # a last slab that is smaller stands outside of the loops, and is counted there and as a whole one here
         values = (before, up * whole[0] / turns[0], activation, down * whole[1] / turns[1], after)
         for each, value in zip(found, values, strict=True):
@@ -242,11 +283,12 @@ class Time:
     """Microseconds from the beginning of the kernel.
 
     Attributes:
-      rows: the records of all ranks are here, and the tables made. weights: the last slab has come. core: the core is
-        done with the last visit. back: the last sum has come. end: the layer is done. busy: the core's own work.
-      wire: what travels, there and back.
+      first: the first visit begins. rows: the records of all ranks are here. weights: the last slab has come. core: the
+        core is done with the last visit. back: the last sum has come. end: the layer is done. busy: the core's own
+        work, with its waits for the matrix units. wire: what travels, there and back.
     """
 
+    first: float
     rows: float
     weights: float
     core: float
@@ -256,64 +298,68 @@ class Time:
     wire: float
 
 
-def simulated(layer: Layer, chip: Any, counted: Cycles, of: list[Visit], off: int) -> Time:
+def simulated(layer: Layer, chip: Any, cores: int, counted: Cycles, of: list[Visit], records: Records) -> Time:
     """Runs the timeline.
 
     Args:
-      chip: a `topologies.Topology`. off: records that a rank sends to others in the dispatch.
+      chip: a `topologies.Topology`, of which a device has so many `cores`.
     """
     us, per_byte = 1e6 / chip.clock_hz, 1e6 / chip.hbm_bytes_per_s
     routing = chip.all_to_all_us((layer.ranks - 1) * layer.routing_bytes, layer.ranks)
-    there = chip.all_to_all_us(off * layer.record_bytes, layer.ranks)
+    there = chip.all_to_all_us(records.off * layer.record_bytes, layer.ranks)
     packed = counted.pack * us
     indexed = packed + max(counted.send * us, routing) + counted.index * us
-    rows = max(indexed, packed + max(counted.send * us, routing + there))
+    arrived = [packed + max(counted.send * us * part, routing + there * part) for part in records.come]
 
     ups, downs = layer.pieces.slabs(layer.hidden, layer.width)
-    sizes = []  # bytes of an expert's slabs
+    sizes: list[int] = []  # elements of an expert's slabs
     for count, size, matrix, wide, each in (
         (ups, layer.pieces.depth, layer.hidden, layer.width, 2),
         (downs, layer.pieces.width, layer.width, layer.hidden, 1),
     ):
-        sizes += [each * min(size, matrix - n * size) * wide * 2 for n in range(count)]
+        sizes += [each * min(size, matrix - n * size) * wide for n in range(count)]
     slabs = len(sizes) * len(of)
     early = layer.certain * len(sizes)
     came = 0.0
     begun: list[float] = []
     arrivals: list[float] = []
-    now, wire = rows, 0.0
+    now, wire = indexed, arrived[-1]
     ahead = layer.pieces.ahead
+    rate = chip.flops_per_s / cores / 1e6
+    busy = (counted.pack + counted.send + counted.index + counted.tail) * us
 
     def arrive(n: int) -> None:
         nonlocal came
         asked = (0.0 if n < early else indexed) if n < ahead else begun[n - ahead]
-        came = max(came, asked) + sizes[n % len(sizes)] * per_byte
+        came = max(came, asked) + sizes[n % len(sizes)] * layer.weight_bytes * per_byte
         arrivals.append(came)
 
     for n in range(min(ahead, slabs)):
         arrive(n)
+    first = max(indexed, arrived[of[0].group]) if of else indexed
     for i, visit in enumerate(of):
-        now += counted.before[i] * us
-        for k in range(len(sizes)):
+        now = max(now, arrived[visit.group]) + counted.before[i] * us
+        rows = -(-visit.rows // layer.pieces.rows) * layer.pieces.rows
+        work = counted.before[i] + counted.between[i] + counted.after[i]
+        busy += work * us
+        for k, elements in enumerate(sizes):
             n = i * len(sizes) + k
             begun.append(now)
             if n + ahead < slabs:
                 arrive(n + ahead)
+            cost = 0.0
             if visit.rows:
-                cost = counted.up[i] if k < ups else counted.down[i]
-            else:
-                cost = 0.0
-            now = max(now, arrivals[n]) + cost * us
+                cost = max((counted.up[i] if k < ups else counted.down[i]) * us, 2 * rows * elements / rate)
+            busy += cost
+            now = max(now, arrivals[n]) + cost
             if k == ups - 1:
                 now += counted.between[i] * us
         now += counted.after[i] * us
         wire = max(wire, now) + chip.all_to_all_us(visit.off * layer.record_bytes, layer.ranks)
     out = layer.tokens * layer.hidden * 2 * per_byte
+    if layer.in_hbm:  # sums are written there and read
+        out += 2 * layer.ranks * layer.tokens * layer.record_bytes * per_byte
     end = max(now, wire) + counted.tail * us + out
-    busy = (counted.pack + counted.send + counted.index + counted.tail) * us
-    busy += us * sum(
-        b + ups * u + m + downs * d + a
-        for b, u, m, d, a in zip(counted.before, counted.up, counted.between, counted.down, counted.after, strict=True)
-    )
     back = chip.all_to_all_us(sum(v.off for v in of) * layer.record_bytes, layer.ranks)
-    return Time(rows, arrivals[-1] if arrivals else 0.0, now, wire, end, busy, routing + there + back)
+    weights = arrivals[-1] if arrivals else 0.0
+    return Time(first, arrived[-1], weights, now, wire, end, busy, routing + there + back)

@@ -16,7 +16,9 @@ import flax.linen as nn
 
 import xen_moe_jax as xm
 from tests.support import interpreter
-from xen_moe_jax.flax import MoEConfig, linen, tpu_decode
+from tests.support.checks import assert_bits
+from xen_moe_jax.experts import tpu_decode, tpu_decode_layer
+from xen_moe_jax.flax import MoEConfig, linen
 
 KERNEL = xm.KernelConfig(backend="pallas", interpret=True)
 CONFIG = MoEConfig(hidden_size=144, intermediate_size=96, num_experts=10, top_k=2, kernel=KERNEL)
@@ -112,6 +114,35 @@ def test_the_same_layer_as_with_grouped_matmuls(changes):
     jax.tree.map(assert_close, gradients, expected_gradients)
 
 
+def test_bits_are_those_of_dispatch_experts_and_combine(monkeypatch):
+    """Sums of the experts are exact here, in whichever order; router weights are any number."""
+    mesh = jax.make_mesh((4,), ("ep",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
+    config = replaced(activation="relu2", top_k=3, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
+    rng = np.random.default_rng(2)
+    x = jnp.asarray(rng.integers(-2, 3, (4, 6, 144)), jnp.bfloat16)
+    variables = nn.unbox(jax.eval_shape(linen.MoE(config, mesh=mesh).init, jax.random.key(0), x))
+
+    def whole(path, leaf):
+        values = rng.standard_normal(leaf.shape) if "router" in str(path) else rng.integers(-2, 3, leaf.shape) / 64
+        return jnp.asarray(values, leaf.dtype)
+
+    variables = jax.tree_util.tree_map_with_path(whole, variables)
+
+    def run():
+        return jax.jit(lambda variables, x: linen.MoE(config, mesh=mesh).apply(variables, x)[0])
+
+    with interpreter.quick():
+        together = run().lower(variables, x)
+        assert "decode_layer" in str(jax.make_jaxpr(run())(variables, x))
+        y = together.compile()(variables, x)
+        monkeypatch.setattr(tpu_decode_layer, "takes_layer", lambda *_: False)
+        jax.clear_caches()  # of what was traced with the kernel
+        assert "decode_layer" not in str(jax.make_jaxpr(run())(variables, x))
+        expected = run()(variables, x)
+    assert_bits(np.asarray(y.astype(jnp.float32)), np.asarray(expected.astype(jnp.float32)), "one kernel")
+    assert np.abs(np.asarray(y, np.float32)).max() > 0.01, "the case tests nothing"
+
+
 def test_experts_that_are_given_keep_grouped_matmuls():
     """A token may name one expert twice then, and rows past the capacity are dropped, the same on every platform."""
     x = jnp.zeros((8, 144))
@@ -153,7 +184,7 @@ def test_weights_of_one_byte_are_read_as_they_are(block):
 
     function, given = run(replaced(**changes), weights)
     program = str(jax.make_jaxpr(lambda *given: function(*given))(*given))
-    assert "xen_moe_decode_experts" in program and "blocks=((" in program
+    assert "xen_moe_decode_layer" in program and "blocks=((" in program
     with interpreter.quick():
         (_, y), by_x = function(*given)
     function, given = run(plain, widened)

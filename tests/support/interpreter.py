@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from jax._src import api, callback  # noqa: TID251  the library imports nothing of it
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # noqa: TID251
+from jax.experimental.pallas import tpu as pltpu
 
 
 class _Api:
@@ -44,3 +46,15 @@ def quick() -> Iterator[None]:
 def races_found() -> bool:
     """Returns True if the interpreter has seen a race in the last program that ran with `detect_races=True`."""
     return interpret_pallas_call.races.races_found
+
+
+@contextlib.contextmanager
+def clean(capfd: Any) -> Iterator[None]:
+    """Runs kernels by `quick`, and fails where the interpreter complains: it only prints that it found a race, or a
+    semaphore that is not back at zero when a kernel ends."""
+    pltpu.reset_tpu_interpret_mode_state()
+    with quick():
+        yield
+    out, err = capfd.readouterr()
+    for complaint in ("RACE DETECTED", "non-zero count"):
+        assert complaint not in out + err, (out + err)[-4000:]

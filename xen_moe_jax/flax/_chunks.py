@@ -26,10 +26,10 @@ from xen_moe_jax._mesh import platform, vary_alike
 from xen_moe_jax._moe_primitives import HANDLE, ROWS
 from xen_moe_jax._overlap import is_pending
 from xen_moe_jax._replicated import own_sums
+from xen_moe_jax.experts import tpu_decode, tpu_decode_layer
 from xen_moe_jax.experts.combined import rows_for_experts, run_experts
 from xen_moe_jax.experts.function import ExpertFunction
 from xen_moe_jax.experts.mlp import built_in
-from xen_moe_jax.flax import tpu_decode, tpu_decode_layer
 from xen_moe_jax.flax._config import MoEConfig
 
 NAMES = ("gate", "up", "down")

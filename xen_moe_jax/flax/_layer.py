@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from xen_moe_jax import _validate
 from xen_moe_jax._mesh import vary_over
 from xen_moe_jax._quantized_weight import QuantizedWeight, without_gradient
+from xen_moe_jax.experts import tpu_decode
 from xen_moe_jax.experts.mlp import shared_expert
-from xen_moe_jax.flax import tpu_decode
 from xen_moe_jax.flax._balance import MoEMetrics, Sequences, measure
 from xen_moe_jax.flax._chunks import Chunk, Members, through_experts, through_own_experts
 from xen_moe_jax.flax._config import MoEConfig

@@ -27,13 +27,11 @@ NO_FLOAT16 = "float16: the TPU kernels take float32 and bfloat16 (a TypeError sa
 
 @pytest.fixture(autouse=True)
 def kernels_are_clean(capfd):
-    """Interpret mode only prints its findings: a race, or a semaphore that is not back at zero when a kernel ends."""
-    pltpu.reset_tpu_interpret_mode_state()
-    with interpreter.quick():
+    with interpreter.clean(capfd):
         yield
-    out, err = capfd.readouterr()
-    for complaint in ("RACE DETECTED", "non-zero count"):
-        assert complaint not in out + err, (out + err)[-4000:]
+    # Each compiled program keeps some hundred maps of memory; Linux gives a process 65,530 (`vm.max_map_count`), which
+    # about ninety tests used up, and XLA's compiler aborts without one.
+    jax.clear_caches()
 
 
 def config(mode: str, channel: int = 0) -> xm.KernelConfig:

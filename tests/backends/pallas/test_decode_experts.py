@@ -17,8 +17,8 @@ from xen_moe_jax.pallas_kernels.launch import Launch
 
 
 @pytest.fixture(autouse=True)
-def quick_interpreter():
-    with interpreter.quick():
+def kernels_are_clean(capfd):
+    with interpreter.clean(capfd):
         yield
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,8 +23,7 @@ from xen_moe_jax._primitive import declare_composite
 from xen_moe_jax._shapes import ShapeDtype
 from xen_moe_jax.backends.pallas import all_gather_dispatch, barriers, hardware
 from xen_moe_jax.experts import mlp
-from xen_moe_jax.flax._config import MoEConfig
-from xen_moe_jax.flax.tpu_decode import DTYPES, RESERVED, Experts, adapted, bias_bytes, slab_rows
+from xen_moe_jax.experts.tpu_decode import Experts, Matrices, Scaled, adapted, biases_of, gradients, slab_rows
 from xen_moe_jax.pallas_kernels.decode_experts import GROUP, Pieces
 from xen_moe_jax.pallas_kernels.decode_layer import decode_layer, record_of, vmem_bytes
 from xen_moe_jax.pallas_kernels.decode_routing import Sizes
@@ -33,12 +33,14 @@ from xen_moe_jax.pallas_kernels.peers import Axes
 
 MOST_ROWS = 96
 """Most rows of a matrix product of a whole layer: sums of 512 columns fill three quarters of the registers."""
-ROWS_OF_ONE_CORE = 32
-"""Most rows of a matrix product with which one core of a v5p keeps up with HBM."""
+ROWS_OF_ONE_CORE = 80
+"""Most rows of a matrix product with which the matrix units of one core of two keep up with HBM (v5p: 83)."""
 MOST_AHEAD, LEAST_AHEAD = 96, 2
 """Slabs of weights that travel while a layer's rows do, at most and at least."""
 LEAST_KEPT = 512
-"""Rows that a rank has room for at least; otherwise twice as many as come to it by uniform routing."""
+"""Rows that a rank has room for at least."""
+ROOM = (2.0, 1.5)
+"""Otherwise as many rows as come to it by uniform routing, times the first of these that fits."""
 IDLE_EXPERTS = 0.01
 """The first experts' weights come before the routing is known: of as many experts as have no more idle ones among them,
 by a random routing, than this part of all experts."""
@@ -63,12 +65,18 @@ def layer(
     Returns:
       `[T, H]` in `x.dtype`.
     """
-    names = experts.names(weights)
-    given = vary_alike(x, topk_idx, topk_weights.astype(jnp.float32), *(weights[n].astype(x.dtype) for n in names))
+    experts, names, operands = _reading(experts, weights, x)
+    given = vary_alike(x, topk_idx, topk_weights.astype(jnp.float32), *operands)
     return _run_layer(experts, composed, names, False, *given)
 
 
-def for_own_experts(config: MoEConfig, x: jax.Array, weights: dict[str, Any]) -> Experts | None:
+def _reading(experts: Experts, weights: dict[str, Any], x: jax.Array) -> tuple[Experts, tuple[str, ...], list[Any]]:
+    read = experts.reading(weights, x.dtype)
+    assert read is not None  # `takes_layer`
+    return read
+
+
+def for_own_experts(config: Any, x: jax.Array, weights: dict[str, Any]) -> Experts | None:
     """Returns the experts of `own_layer`, for tokens that every rank has, or None: then take grouped matmuls."""
     chosen = adapted(config, x.shape[0])
     return chosen.experts if isinstance(chosen.experts, Experts) and takes_layer(chosen, x, weights) else None
@@ -91,7 +99,7 @@ def own_layer(
     Returns:
       float32 `[T, H]`, this rank's part of the weighted sums.
     """
-    names = experts.names(weights)
+    experts, names, operands = _reading(experts, weights, x)
     local = weights["up"].shape[0]
 
     def first_expert() -> jax.Array:
@@ -101,7 +109,7 @@ def own_layer(
     # of another rank or unused: no expert, in the kernel as in a dispatch
     mine = (topk_idx >= first) & (topk_idx < jnp.minimum(first + local, experts.config.num_experts))
     own = jnp.where(mine, topk_idx - first, -1)
-    given = vary_alike(x, own, topk_weights.astype(jnp.float32), *(weights[n].astype(x.dtype) for n in names))
+    given = vary_alike(x, own, topk_weights.astype(jnp.float32), *operands)
 
     def from_local(x: jax.Array, own: jax.Array, *rest: Any) -> jax.Array:
         return composed(x, jnp.where(own >= 0, own + first_expert(), -1), *rest)
@@ -109,13 +117,14 @@ def own_layer(
     return _run_layer(experts, from_local, names, True, *given)
 
 
-def takes_layer(config: MoEConfig, x: jax.Array, weights: dict[str, Any]) -> bool:
-    """Returns True if `layer` may be one kernel: one chunk, one mesh axis, rows and weights that are not quantized."""
+def takes_layer(config: Any, x: jax.Array, weights: dict[str, Any]) -> bool:
+    """Returns True if `layer` may be one kernel: one chunk, one mesh axis, rows that travel as they are, and weights
+    that kernels read."""
     one_axis = isinstance(config.axis_name, str) or len(config.axis_name) == 1
     plain = config.num_chunks == 1 and config.wire is None and config.combine_wire is None
     plain = plain and config.balance is None and config.num_slots is None
-    plain = plain and all(isinstance(weight, jax.Array) for weight in weights.values())
-    return one_axis and plain and x.dtype.name in DTYPES and 0 < x.shape[0] <= MOST_TOKENS
+    fits = one_axis and plain and 0 < x.shape[0] <= MOST_TOKENS
+    return fits and isinstance(config.experts, Experts) and config.experts.reading(weights, x.dtype) is not None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -135,13 +144,13 @@ def _layer_forward(*args: Any) -> tuple[Any, Any]:
 def _layer_backward(
     experts: Experts, composed: Callable[..., Any], names: tuple[str, ...], alone: bool, operands: Any, cotangent: Any
 ) -> tuple[Any, ...]:
-    x, topk_idx, topk_weights, *weights = operands
+    x, topk_idx, topk_weights, *given = operands
 
-    def of(x: Any, topk_weights: Any, *weights: Any) -> Any:
-        return composed(x, topk_idx, topk_weights, dict(zip(names, weights, strict=True)))
+    def of(x: Any, topk_weights: Any, weights: Any) -> Any:
+        return composed(x, topk_idx, topk_weights, weights)
 
-    by_x, by_topk_weights, *by_weights = jax.vjp(of, x, topk_weights, *weights)[1](cotangent)
-    return by_x, None, by_topk_weights, *by_weights
+    by_x, by_topk_weights, *by_given = gradients(experts, names, given, of, (x, topk_weights), cotangent)
+    return by_x, None, by_topk_weights, *by_given
 
 
 _run_layer.defvjp(_layer_forward, _layer_backward)
@@ -162,21 +171,18 @@ def _lowered_layer(
     axis = experts.config.axis_name if isinstance(experts.config.axis_name, str) else experts.config.axis_name[0]
     axes = None if alone else Axes((axis,), (jax.lax.axis_size(axis),))
     tokens, top_k = topk_idx.shape
-    biases = {n: by_name[f"{n}_bias"].astype(jnp.float32) for n in names if f"{n}_bias" in by_name}
+    part, chip = jax.lax.axis_size(axis) if alone else 1, hardware.generation()
+    scaled = Scaled(0, any(block is None for _, block in experts.blocks)) if experts.blocks else None
     chosen = layer_pieces(
-        _vmem_limit(config),
-        hardware.generation().cores,
+        config.vmem_limit_bytes or chip.vmem_bytes,
+        chip.cores,
         axes.num_ranks if axes else 1,
-        tokens,
-        top_k,
-        by_name["up"].shape,
-        x.dtype,
-        gated="gate" in by_name,
-        biased=bool(biases),
-        part=jax.lax.axis_size(axis) if alone else 1,
+        (tokens, top_k),
+        Matrices.of(by_name, x, scaled),
+        part,
     )
     if chosen is None or not hardware.lowers_flat_arrays(config):
-        return (composed(x, topk_idx, topk_weights, by_name),)
+        return (composed(x, topk_idx, topk_weights, experts.together(names, weights)),)
     if axes is not None:
         hardware.check_one_slice((axis,), "give the slices a mesh axis of their own, or use another grouped_matmul")
     beyond = -tokens % GROUP if tokens > GROUP else 0
@@ -187,11 +193,13 @@ def _lowered_layer(
         by_name.get("gate"),
         by_name["up"],
         by_name["down"],
-        biases or None,
+        biases_of(names, by_name),
         activate=functools.partial(mlp.activate, experts.config),
         pieces=chosen.pieces,
         kept=chosen.kept,
         certain=chosen.certain,
+        in_hbm=chosen.in_hbm,
+        scales=experts.scales_of(by_name),
         axes=axes,
         launch=Launch(
             1,
@@ -215,26 +223,18 @@ class LayerPieces(NamedTuple):
 
     Attributes:
       kept: rows that there is room for. certain: experts whose weights come before the routing is known.
+      in_hbm: sums come back into HBM.
     """
 
     pieces: Pieces
     kept: int
     certain: int
     vmem_limit_bytes: int
+    in_hbm: bool
 
 
 def layer_pieces(
-    limit: int,
-    cores: int,
-    ranks: int,
-    tokens: int,
-    top_k: int,
-    shape: tuple[int, ...],
-    dtype: Any,
-    *,
-    gated: bool,
-    biased: bool,
-    part: int = 1,
+    limit: int, cores: int, ranks: int, slots: tuple[int, int], matrices: Matrices, part: int = 1
 ) -> LayerPieces | None:
     """Returns pieces with as many slabs on their way as `limit` bytes of VMEM allow; None where not even
     `LEAST_AHEAD` do, where tables do not fit SMEM, and where two cores are needed for so many rows: this kernel runs on
@@ -242,10 +242,10 @@ def layer_pieces(
 
     Args:
       cores: of the chip.
-      shape: of `up`, `[L, H, F]`.
+      slots: tokens of a rank, and slots of a token.
       part: ranks that the slots of these tokens are divided among, where every rank has the tokens.
     """
-    local, hidden, width = shape
+    (local, hidden, width), (tokens, top_k) = matrices.shape, slots
     tokens = tokens if tokens <= GROUP else -(-tokens // GROUP) * GROUP
     if ranks > all_gather_dispatch.GATHERED_RANKS:
         return None
@@ -253,20 +253,21 @@ def layer_pieces(
     rows = min(-(-int(mean + 2 * math.sqrt(mean)) // GROUP) * GROUP, MOST_ROWS)
     if cores > 1 and rows > ROWS_OF_ONE_CORE:
         return None
-    kept = max(2 * tokens * top_k, LEAST_KEPT)
-    record, reserved = record_of(hidden, dtype), RESERVED + biased * bias_bytes(shape, hidden)
-    for size in (512, 256, 128):
+    record, reserved = record_of(hidden, matrices.dtype), matrices.bytes_beside(hidden)
+    for room, in_hbm, size in itertools.product(ROOM, (False, True), (512, 256, 128)):
+        if in_hbm and ranks == 1:
+            continue
+        kept = max(int(room * tokens * top_k), LEAST_KEPT)
         slabs = Pieces(2 * rows, rows, slab_rows(hidden, size), slab_rows(width, size))
         each = sum(slabs.slabs(hidden, width))
         for ahead in range(min(MOST_AHEAD, local * each - 1), LEAST_AHEAD - 1, -1):
             pieces = dataclasses.replace(slabs, ahead=ahead)
             certain = min(-(-ahead // each), int(IDLE_EXPERTS * local * math.exp(min(mean, 20.0))))
             sizes = Sizes(ranks, tokens, top_k, local, pieces.rows_at_once, kept, certain)
-            need = reserved + vmem_bytes(pieces, record, sizes, shape, gated)
-            if need <= limit - limit // 16 and sizes.smem_bytes() <= hardware.SMEM_BUDGET:
-                return LayerPieces(pieces, kept, certain, min(limit, need + need // 16))
+            inside = vmem_bytes(
+                pieces, record, sizes, matrices.shape, matrices.gated, in_hbm=in_hbm, of_weights=matrices.weight_bytes
+            )
+            need = reserved + inside
+            if need + need // 16 <= limit and sizes.smem_bytes() <= hardware.SMEM_BUDGET:
+                return LayerPieces(pieces, kept, certain, need + need // 16, in_hbm)
     return None
-
-
-def _vmem_limit(config: KernelConfig) -> int:
-    return config.vmem_limit_bytes or hardware.generation().vmem_bytes

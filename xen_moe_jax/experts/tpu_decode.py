@@ -1,6 +1,6 @@
 """Decode on TPU: the experts of a layer with few tokens are one kernel, which reads the weights of active experts once.
 
-The layer takes it (`adapted`) where a dispatch takes its small blocks: up to 256 tokens a rank with
+A layer takes it (`adapted`) where a dispatch takes its small blocks: up to 256 tokens a rank with
 `KernelConfig(mode="auto")`, or `mode="low_latency"`. Groups of rows then begin at multiples of 16, for which a capacity
 that the caller has set might not suffice: with one, the layer keeps its grouped matmuls. The backward pass is that of
 the grouped matmuls.
@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -25,7 +25,7 @@ from xen_moe_jax._quantized_weight import QuantizedWeight
 from xen_moe_jax._shapes import ShapeDtype
 from xen_moe_jax.backends.pallas import hardware
 from xen_moe_jax.experts import mlp
-from xen_moe_jax.flax._config import MoEConfig
+from xen_moe_jax.experts.function import ExpertFunction
 from xen_moe_jax.pallas_kernels.decode_experts import GROUP, Pieces, decode_experts, vmem_bytes
 from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.record import LANES
@@ -40,10 +40,31 @@ RESERVED = 2 * hardware.MIB
 """VMEM that the compiler needs beside the buffers."""
 
 
-def adapted(config: MoEConfig, num_tokens: int) -> MoEConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call(ExpertFunction):
+    """A call of `xm.moe_mlp` with the fields of a `MoEConfig` that this module and `tpu_decode_layer` read."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    axis_name: str | tuple[str, ...]
+    kernel: KernelConfig
+    capacity: int | None = None
+    capacity_factor: float | None = None
+    alignment: int = 1
+    wire: Any = None
+    combine_wire: Any = None
+    balance: str | None = None
+    num_slots: int | None = None
+    num_chunks: int = 1
+
+
+def adapted(config: Any, num_tokens: int) -> Any:
     """Returns the config of a layer whose experts are the kernel, or `config` itself where they are not.
 
     Args:
+      config: a `MoEConfig`, or a `Call`.
       num_tokens: tokens of a rank.
     """
     asked = config.kernel.mode == "low_latency"
@@ -54,7 +75,7 @@ def adapted(config: MoEConfig, num_tokens: int) -> MoEConfig:
     if reason := _why_not(config):
         if asked:
             warnings.warn(
-                f"MoEConfig.kernel.mode='low_latency': the experts take grouped matmuls, not the decode kernel, which "
+                f"mode='low_latency': the experts take grouped matmuls, not the decode kernel, which "
                 f"reads weights once and without pause: {reason}",
                 stacklevel=2,
             )
@@ -71,15 +92,15 @@ def padded(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % LANES)))
 
 
-def _on_tpu(config: MoEConfig) -> bool:
+def _on_tpu(config: Any) -> bool:
     return config.kernel.backend == "pallas" or (config.kernel.backend is None and platform() == "tpu")
 
 
-def _few(config: MoEConfig, num_tokens: int) -> bool:
+def _few(config: Any, num_tokens: int) -> bool:
     return config.kernel.mode == "auto" and num_tokens <= config.num_chunks * hardware.LOW_LATENCY_TOKENS
 
 
-def _why_not(config: MoEConfig) -> str | None:
+def _why_not(config: Any) -> str | None:
     """Returns the reason why the kernel cannot compute such experts, with a remedy; None where it can."""
     if (config.capacity, config.capacity_factor) != (None, None):
         return "a capacity, into which groups of rows at multiples of 16 might not fit: leave it out"
@@ -96,7 +117,7 @@ class Experts:
     """`MoEConfig.experts` of an adapted config. In place of group sizes it gets int32 `[R, L]`, the rows that each
     source has sent to each expert: the kernel adds them up, where each operation of XLA would cost a microsecond."""
 
-    config: MoEConfig
+    config: Any
     alignment: int
     blocks: tuple[tuple[str, tuple[int, int] | None], ...] = ()
     """For each matrix that is a `QuantizedWeight` its block, or None for scales of channels. Their scales are operands
@@ -104,22 +125,35 @@ class Experts:
     takes_received: ClassVar[bool] = True
 
     def __call__(self, rows: jax.Array, received: jax.Array, weights: dict[str, Any]) -> jax.Array:
+        read = self.reading(weights, rows.dtype)
+        if read is None:
+            return self.composed(rows, received, weights)
+        experts, names, operands = read
+        return _run(experts, names, *vary_alike(rows, received, *operands))
+
+    def reading(self, weights: dict[str, Any], dtype: Any) -> tuple[Experts, tuple[str, ...], list[jax.Array]] | None:
+        """Returns the experts of kernels that read such weights for rows of `dtype`, and names and arrays of their
+        operands; None where kernels do not, which `mode="low_latency"` makes a warning."""
         names = self.names(weights)
         kept = {name: weights[name] for name in MATRICES if isinstance(weights.get(name), QuantizedWeight)}
-        if rows.dtype.name not in DTYPES:
-            return self.composed(rows, received, weights)
-        if kept:
-            if reason := _why_widened(kept, len(kept) == len(MATRICES) - (not self.config.gated)):
-                if self.config.kernel.mode == "low_latency":
-                    warnings.warn(f"MoEConfig.kernel.mode='low_latency': {reason}", stacklevel=2)
-                return self.composed(rows, received, weights)
-            blocks = tuple((n, None if w.scales.shape[-2] == 1 else w.block) for n, w in kept.items())
-            flat = [kept[name].values if name in kept else weights[name].astype(rows.dtype) for name in names]
-            names += tuple(f"{name}_scales" for name in kept)
-            given = vary_alike(rows, received, *flat, *(weight.scales for weight in kept.values()))
-            return _run(dataclasses.replace(self, blocks=blocks), names, *given)
-        given = vary_alike(rows, received, *(weights[name].astype(rows.dtype) for name in names))
-        return _run(self, names, *given)
+        if jnp.dtype(dtype).name not in DTYPES:
+            return None
+        if kept and (reason := _why_widened(kept, len(kept) == len(MATRICES) - (not self.config.gated))):
+            if self.config.kernel.mode == "low_latency":
+                warnings.warn(f"mode='low_latency': {reason}", stacklevel=2)
+            return None
+        operands = [kept[name].values if name in kept else weights[name].astype(dtype) for name in names]
+        operands += [weight.scales for weight in kept.values()]
+        blocks = tuple((n, None if w.scales.shape[-2] == 1 else w.block) for n, w in kept.items())
+        return dataclasses.replace(self, blocks=blocks), names + tuple(f"{name}_scales" for name in kept), operands
+
+    def scales_of(self, weights: dict[str, Any]) -> dict[str, tuple[jax.Array, tuple[int, int] | None]] | None:
+        """Returns the scales as kernels take them, of weights that are quantized."""
+        found = {}
+        for name, block in self.blocks:
+            of_matrix = weights[f"{name}_scales"]
+            found[name] = (of_matrix[:, 0] if block is None else of_matrix.ravel(), block)
+        return found or None
 
     @staticmethod
     def names(weights: dict[str, Any]) -> tuple[str, ...]:
@@ -156,14 +190,32 @@ def _forward(experts: Experts, names: tuple[str, ...], *operands: Any) -> tuple[
 
 def _backward(experts: Experts, names: tuple[str, ...], operands: Any, cotangent: Any) -> tuple[Any, ...]:
     rows, received, *given = operands
-    weights = experts.together(names, given)
-    fixed = {name: weights.pop(name) for name, _ in experts.blocks}  # without a gradient
 
     def composed(rows: Any, weights: Any) -> Any:
-        return experts.composed(rows, received, weights | fixed)
+        return experts.composed(rows, received, weights)
 
-    by_rows, by_weights = jax.vjp(composed, rows, weights)[1](cotangent)
-    return by_rows, None, *(by_weights.get(name) for name in names)
+    by_rows, *by_weights = gradients(experts, names, given, composed, (rows,), cotangent)
+    return by_rows, None, *by_weights
+
+
+def gradients(
+    experts: Experts,
+    names: tuple[str, ...],
+    given: Sequence[jax.Array],
+    composed: Callable[..., Any],
+    operands: tuple[Any, ...],
+    cotangent: Any,
+) -> tuple[Any, ...]:
+    """Returns the gradients of `composed(*operands, weights)` by `operands`, and by what is `given` under `names`:
+    quantized weights have none."""
+    weights = experts.together(names, given)
+    fixed = {name: weights.pop(name) for name, _ in experts.blocks}
+
+    def of(weights: Any, *operands: Any) -> Any:
+        return composed(*operands, weights | fixed)
+
+    by_weights, *by_operands = jax.vjp(of, weights, *operands)[1](cotangent)
+    return *by_operands, *(by_weights.get(name) for name in names)
 
 
 _run.defvjp(_forward, _backward)
@@ -177,14 +229,9 @@ def _lowered(
     rows: jax.Array, received: jax.Array, *weights: jax.Array, names: tuple[str, ...], experts: Experts, config: Any
 ) -> tuple[jax.Array]:
     by_name = dict(zip(names, weights, strict=True))
-    biases = {n: by_name[f"{n}_bias"].astype(jnp.float32) for n in names if f"{n}_bias" in by_name}
-    shape = by_name["up"].shape
-    scales = {}
-    for name, block in experts.blocks:
-        of_matrix = by_name[f"{name}_scales"]
-        scales[name] = (of_matrix[:, 0] if block is None else of_matrix.ravel(), block)
-    policy = functools.partial(_policy, experts.config, rows.shape[1], shape, rows.dtype.itemsize, bool(biases), config)
-    pieces, launch = policy(scaled=_scaled(experts, rows.shape[0], received.shape))
+    biases = biases_of(names, by_name)
+    scaled = _scaled(experts, rows.shape[0], received.shape)
+    pieces, launch = _policy(Matrices.of(by_name, rows, scaled), rows.shape[1], config)
 
     def activate(gate: jax.Array | None, up: jax.Array) -> jax.Array:
         return mlp.activate(experts.config, gate, up)
@@ -195,17 +242,58 @@ def _lowered(
         by_name.get("gate"),
         by_name["up"],
         by_name["down"],
-        biases or None,
+        biases,
         activate=activate,
         alignment=experts.alignment,
         pieces=pieces,
         launch=launch,
-        scales=scales or None,
+        scales=experts.scales_of(by_name),
     )
     return (out,)
 
 
+def biases_of(names: tuple[str, ...], weights: dict[str, jax.Array]) -> dict[str, jax.Array] | None:
+    """Returns the biases as kernels take them, by the name of their matrix."""
+    return {n: weights[f"{n}_bias"].astype(jnp.float32) for n in names if f"{n}_bias" in weights} or None
+
+
 _decode_p = declare_composite("decode_experts", _shapes, _lowered)
+
+
+class Matrices(NamedTuple):
+    """The weights of a rank's experts, as far as VMEM is concerned.
+
+    Attributes:
+      shape: of `up`, `[L, H, F]`. dtype: of the rows. gated, biased: there is a `gate`; there are biases. scaled: of
+        weights of one byte; None for others.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    gated: bool
+    biased: bool
+    scaled: Scaled | None = None
+
+    @classmethod
+    def of(cls, weights: dict[str, Any], rows: Any, scaled: Scaled | None) -> Matrices:
+        return cls(weights["up"].shape, rows.dtype.name, "gate" in weights, "up_bias" in weights, scaled)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the rows."""
+        return int(jnp.dtype(self.dtype).itemsize)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight."""
+        return self.itemsize if self.scaled is None else 1
+
+    def bytes_beside(self, hidden: int) -> int:
+        """Returns the bytes of VMEM of biases, of scales of channels, and of the compiler; rows have `hidden`
+        columns."""
+        local, _, width = self.shape
+        rows = self.biased + (self.scaled is not None and self.scaled.channels)
+        return RESERVED + rows * -(-local // 8) * 8 * 4 * (2 * width + hidden)
 
 
 class Scaled(NamedTuple):
@@ -257,27 +345,18 @@ def _why_widened(kept: dict[str, QuantizedWeight], every: bool) -> str | None:
     return None
 
 
-def pieces_for(
-    limit: int,
-    hidden: int,
-    shape: tuple[int, ...],
-    itemsize: int,
-    *,
-    gated: bool,
-    biased: bool,
-    scaled: Scaled | None = None,
-) -> Pieces:
+def pieces_for(limit: int, hidden: int, matrices: Matrices) -> Pieces:
     """Returns the largest slabs that fit half of `limit` bytes of VMEM, or the smallest ones.
 
     Args:
-      shape: of `up`, `[L, H, F]`.
+      hidden: columns of a row.
     """
     for most, rows, size in CHOICES:
-        if scaled:
-            rows = min(rows, scaled.rows)
+        if matrices.scaled:
+            rows = min(rows, matrices.scaled.rows)
             most -= most % rows
-        pieces = Pieces(most, rows, slab_rows(hidden, size), slab_rows(shape[-1], size))
-        if _need(pieces, hidden, shape, itemsize, gated, biased, scaled) <= limit // 2:
+        pieces = Pieces(most, rows, slab_rows(hidden, size), slab_rows(matrices.shape[-1], size))
+        if _need(pieces, hidden, matrices) <= limit // 2:
             break
     return pieces
 
@@ -289,36 +368,14 @@ def slab_rows(rows: int, most: int) -> int:
     return next((size for size in sizes if rows % size == 0 and rows > size), most)
 
 
-def bias_bytes(shape: tuple[int, ...], hidden: int) -> int:
-    """Returns the bytes of VMEM that biases of experts take, `shape` being that of `up`."""
-    return -(-shape[0] // 8) * 8 * 4 * (2 * shape[2] + hidden)
-
-
-def _need(
-    pieces: Pieces,
-    hidden: int,
-    shape: tuple[int, ...],
-    itemsize: int,
-    gated: bool,
-    biased: bool,
-    scaled: Scaled | None = None,
-) -> int:
+def _need(pieces: Pieces, hidden: int, matrices: Matrices) -> int:
     """Returns the bytes of VMEM that the kernel takes."""
-    width = shape[2]
-    beside = (biased + (scaled is not None and scaled.channels)) * bias_bytes(shape, hidden)
-    of_weights = itemsize if scaled is None else 1
-    return RESERVED + beside + vmem_bytes(pieces, hidden, width, gated, itemsize, of_weights)
+    width, itemsize = matrices.shape[2], matrices.itemsize
+    inside = vmem_bytes(pieces, hidden, width, matrices.gated, itemsize, matrices.weight_bytes)
+    return matrices.bytes_beside(hidden) + inside
 
 
-def _policy(
-    experts: MoEConfig,
-    hidden: int,
-    shape: tuple[int, ...],
-    itemsize: int,
-    biased: bool,
-    config: KernelConfig,
-    scaled: Scaled | None = None,
-) -> tuple[Pieces, Launch]:
+def _policy(matrices: Matrices, hidden: int, config: KernelConfig) -> tuple[Pieces, Launch]:
     """Returns the slabs, and how to launch the kernel.
 
     Raises:
@@ -326,11 +383,12 @@ def _policy(
     """
     chip = hardware.generation()
     limit = config.vmem_limit_bytes or chip.vmem_bytes
-    chosen = pieces_for(limit, hidden, shape, itemsize, gated=experts.gated, biased=biased, scaled=scaled)
-    need = _need(chosen, hidden, shape, itemsize, experts.gated, biased, scaled)
+    chosen = pieces_for(limit, hidden, matrices)
+    need = _need(chosen, hidden, matrices)
     if need > limit:
         raise ValueError(
             f"the decode_experts kernel needs {need} bytes of VMEM for hidden_size={hidden} and "
-            f"intermediate_size={shape[-1]}, and {chip.name} allows {limit}: use MoEConfig(grouped_matmul='ragged_dot')"
+            f"intermediate_size={matrices.shape[-1]}, and {chip.name} allows {limit}: use "
+            "grouped_matmul='ragged_dot'"
         )
     return chosen, Launch(1, min(limit, need + need // 4), 0, hardware.interpret(config), chip.cores)
