@@ -138,8 +138,9 @@ def moe_mlp(
         "alignment": alignment,
     }
     decode = None if chosen else _decode(function, routing, values, topk_idx, weights, config)
-    if decode is not None and topk_weights is not None and active is None and placement is None:
-        given = {"wire": wire, "combine_wire": combine_wire, "balance": balance, "capacity": capacity}
+    at_home = active is None and placement is None and balance is None
+    if decode is not None and topk_weights is not None and at_home:
+        given = {"wire": wire, "combine_wire": combine_wire, "capacity": capacity}
         decode = tpu_decode.adapted(dataclasses.replace(decode, **given), math.prod(values.shape[:-1]))
         if decode.experts is not None:
             options = routing | {"drop": drop, "gradient_wire": gradient_wire, "config": config}
