@@ -29,7 +29,6 @@ from xen_moe_jax.backends.rounding import multiply_rounded, round_to, runtime_ze
 AT_ONCE = 4096
 """Up to this many rows `T * K` travel in one combine. Memory for a combine grows with ranks times tokens, so that more
 rows take a combine for each slot, one after another."""
-MOST_UNROLLED = 16
 
 
 def slots_at_once(num_tokens: int, top_k: int) -> int:
@@ -95,8 +94,7 @@ def _add_up(rows: jax.Array, home: jax.Array, weights: jax.Array | None, per_nod
 
     zeros = jnp.zeros((num_tokens, rows.shape[-1]), jnp.float32)
     state = zeros, zeros, zeros, keys[:, 0]
-    # Written out, few slots are one elementwise operation; a loop would carry the sums through memory.
-    home_sum, node_sum, total, _ = lax.fori_loop(0, top_k, add, state, unroll=top_k <= MOST_UNROLLED)
+    home_sum, node_sum, total, _ = lax.fori_loop(0, top_k, add, state)
     return (total + rounded(node_sum + rounded(home_sum))).astype(rows.dtype)
 
 

@@ -184,6 +184,20 @@ def test_too_many_ranks_are_refused_with_a_remedy():
         call.check_limits(spec(8, ranks=257))
 
 
+def test_a_combine_by_home_has_room_for_the_rows_of_every_slot():
+    """With few ranks that is more than the partial rows of a usual combine, `K` rows of a token in place of `R`."""
+    sizes = {"num_tokens": 4096, "hidden": 4096, "top_k": 8, "num_experts": 64, "backend": "cuda"}
+    plain, placed = (
+        [xm.buffer_size_hint(num_ranks=ranks, slots_per_rank=slots, **sizes) for ranks in (2, 8)]
+        for slots in (None, 36)
+    )
+    rows = 2 * 4096 * 4096 * 2  # of one slot, in both halves
+    assert placed[1] == pytest.approx(plain[1], rel=0.01)
+    assert plain[0] == pytest.approx(2 * rows, rel=0.05) and placed[0] == pytest.approx(8 * rows, rel=0.02)
+    apart = xm.buffer_size_hint(num_ranks=2, slots_per_rank=36, ranks_per_node=1, **sizes)
+    assert apart < placed[0], "between nodes slots travel one after another"
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("drop, rows", [("source", (1, 8)), ("weight", (1, 128))])
 def test_what_a_rule_of_drops_needs_is_gathered_by_a_dispatch(drop, rows, masked):
