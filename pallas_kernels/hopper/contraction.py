@@ -11,16 +11,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from xen_moe_jax.pallas_kernels.hopper import claims, ring
+from xen_moe_jax.pallas_kernels.hopper import claims, gather, ring
 from xen_moe_jax.pallas_kernels.hopper.tiles import COMPUTE_WARPGROUPS, ROW_ALIGNMENT, Tiles, up_to_each
 
 
-@functools.partial(jax.jit, static_argnames=("tiles", "height", "num_sms"))  # calls alike are lowered once
+@functools.partial(jax.jit, static_argnames=("gathered", "tiles", "height", "num_sms"))  # calls alike are lowered once
 def rows_by_rows(
     rows: jax.Array,
     others: jax.Array,
     group_sizes: jax.Array,
+    index: jax.Array | None = None,
     *,
+    gathered: str = "rows",
     tiles: Tiles,
     height: int | None = None,
     num_sms: int | None = None,
@@ -29,11 +31,19 @@ def rows_by_rows(
 
     With `height` only so many of the `A` rows of each result are stored. Where `A` or `B` ends within a tile, TMA loads
     zeros past the end and stores nothing there.
+
+    With `index`, int32 `[C]`, the operand that `gathered` names, "rows" or "others", may have any number of rows: row
+    `c` is its row `index[c]`, and zeros where that is outside of it.
     """
     dtype = rows.dtype
     num_groups, (columns, width) = group_sizes.shape[0], (rows.shape[1], others.shape[1])
     height, unit = columns if height is None else height, tiles.swizzle // dtype.itemsize
-    if columns % unit or width % unit or rows.shape[0] % ROW_ALIGNMENT:
+    capacity = (rows if index is None or gathered == "others" else others).shape[0]
+    if index is not None:
+        gather.check(tiles, rows if gathered == "rows" else others)
+        if index.shape[0] != capacity:
+            raise ValueError(f"index {list(index.shape)}: must have an entry for each of {capacity} rows")
+    if columns % unit or width % unit or capacity % ROW_ALIGNMENT:
         raise ValueError(
             f"rows {list(rows.shape)}, others {list(others.shape)}, {tiles}: their columns must be multiples of {unit} "
             f"and the rows of {ROW_ALIGNMENT}"
@@ -43,7 +53,11 @@ def rows_by_rows(
     ends = up_to_each(sizes)
     starts = ends[:num_groups] - sizes
 
-    def body(rows: Any, others: Any, starts: Any, ends: Any, out: Any, **s: Any) -> None:
+    def body(rows: Any, others: Any, starts: Any, ends: Any, *rest: Any, **s: Any) -> None:
+        *index_of, out = rest
+        by_rows, by_others = bool(index_of) and gathered == "rows", bool(index_of) and gathered == "others"
+        if index_of:
+            gather.begin(s["gathered"])
         wg, peer = lax.axis_index("wg"), lax.axis_index("cluster")
         grid = (num_groups, m_tiles, n_tiles) if tiles.band == 1 else (num_groups, m_tiles * n_tiles)
 
@@ -68,20 +82,28 @@ def rows_by_rows(
 
                 def load(k: Any, left: Any, right: Any, barrier: Any) -> None:
                     depth_at = pl.ds(pl.multiple_of(first + k * tiles.k, ROW_ALIGNMENT), tiles.k)
-                    plgpu.copy_gmem_to_smem(
-                        rows.at[depth_at, pl.ds(m, tiles.m)],
-                        left,
-                        barrier,
-                        collective_axes="cluster" if tiles.cluster == "n" else None,
-                    )
-                    plgpu.copy_gmem_to_smem(
-                        others.at[depth_at, pl.ds(n, tiles.n)],
-                        right,
-                        barrier,
-                        collective_axes="cluster" if tiles.cluster == "m" else None,
-                    )
+                    if not by_rows:
+                        plgpu.copy_gmem_to_smem(
+                            rows.at[depth_at, pl.ds(m, tiles.m)],
+                            left,
+                            barrier,
+                            collective_axes="cluster" if tiles.cluster == "n" else None,
+                        )
+                    if not by_others:
+                        plgpu.copy_gmem_to_smem(
+                            others.at[depth_at, pl.ds(n, tiles.n)],
+                            right,
+                            barrier,
+                            collective_axes="cluster" if tiles.cluster == "m" else None,
+                        )
 
-                return ring.load_steps(tiles, s, steps, carry, load)
+                source, column = (rows, m) if by_rows else (others, n)
+
+                def copy(k: Any, numbers: Any, left: Any, right: Any) -> None:
+                    gather.copy(source, gather.places(numbers, source), column, left if by_rows else right)
+
+                by_index = gather.Gathered(copy, lambda k: gather.numbers(index_of[0], first + k * tiles.k, tiles.k))
+                return ring.load_steps(tiles, s, steps, carry, load, by_index if index_of else None)
 
             done = claims.loads(tiles, s, ends, grid, tile)
             ring.drain(tiles, s, done)
@@ -138,7 +160,7 @@ def rows_by_rows(
         lax.cond(wg == COMPUTE_WARPGROUPS, load_all, multiply_all)
 
     out_type = jax.ShapeDtypeStruct((num_groups, height, width), dtype)
-    scratch = ring.scratch(tiles, (tiles.k, tiles.m), (tiles.k, tiles.n), dtype)
+    scratch = ring.scratch(tiles, (tiles.k, tiles.m), (tiles.k, tiles.n), dtype, gathered=index is not None)
     return ring.kernel(body, tiles, num_sms, out_type, scratch, "xen_moe_grouped_contraction")(
-        rows, others, starts, ends
+        rows, others, starts, ends, *([] if index is None else [gather.padded(index)])
     )

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from xen_moe_jax.pallas_kernels.hopper import claims
+from xen_moe_jax.pallas_kernels.hopper import claims, gather
 from xen_moe_jax.pallas_kernels.hopper.tiles import COMPUTE_WARPGROUPS, Tiles
 
 STORE_TILE = 64
@@ -28,24 +28,36 @@ def _swizzled(tiles: Tiles, rows_in_tile: int, dtype: Any) -> tuple[Any, ...]:
     return plgpu.TilingTransform((rows_in_tile, columns)), plgpu.SwizzleTransform(tiles.swizzle)  # type: ignore[abstract]
 
 
-def scratch(tiles: Tiles, left: tuple[int, ...], right: tuple[int, ...], dtype: Any, loads: int = 2) -> dict[str, Any]:
+def scratch(
+    tiles: Tiles,
+    left: tuple[int, ...],
+    right: tuple[int, ...],
+    dtype: Any,
+    loads: int = 2,
+    gathered: bool = False,
+) -> dict[str, Any]:
     """Scratch of a kernel: stages of both operands, each filled by `loads` copies, their barriers, and two pieces of
-    output a warpgroup."""
+    output a warpgroup. One of the copies may be `gathered`."""
     released: Any = plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=tiles.stages)
     if tiles.cluster is not None:
         released = plgpu.ClusterBarrier(
             collective_axes=("cluster",), num_arrivals=COMPUTE_WARPGROUPS, num_barriers=tiles.stages
         )
-    return claims.scratch(tiles) | {
-        "left": plgpu.SMEM((tiles.stages, *left), dtype, transforms=_swizzled(tiles, 8, dtype)),
-        "right": plgpu.SMEM((tiles.stages, *right), dtype, transforms=_swizzled(tiles, 8, dtype)),
-        # rows of a piece may be stored one by one: no tile of it has more than one
-        "pieces": plgpu.SMEM(
-            (COMPUTE_WARPGROUPS, 2, STORE_TILE, STORE_TILE), dtype, transforms=_swizzled(tiles, 1, dtype)
-        ),
-        "loaded": plgpu.Barrier(num_arrivals=loads, num_barriers=tiles.stages),
-        "released": released,
-    }
+    own = gather.scratch(tiles) if gathered else {}
+    return (
+        claims.scratch(tiles)
+        | own
+        | {
+            "left": plgpu.SMEM((tiles.stages, *left), dtype, transforms=_swizzled(tiles, 8, dtype)),
+            "right": plgpu.SMEM((tiles.stages, *right), dtype, transforms=_swizzled(tiles, 8, dtype)),
+            # rows of a piece may be stored one by one: no tile of it has more than one
+            "pieces": plgpu.SMEM(
+                (COMPUTE_WARPGROUPS, 2, STORE_TILE, STORE_TILE), dtype, transforms=_swizzled(tiles, 1, dtype)
+            ),
+            "loaded": plgpu.Barrier(num_arrivals=loads - gathered, num_barriers=tiles.stages),
+            "released": released,
+        }
+    )
 
 
 def kernel(body: Any, tiles: Tiles, num_sms: int | None, out_type: Any, scratch: dict[str, Any], name: str) -> Any:
@@ -66,20 +78,32 @@ def kernel(body: Any, tiles: Tiles, num_sms: int | None, out_type: Any, scratch:
     )
 
 
-def load_steps(tiles: Tiles, scratch: dict[str, Any], steps: Any, done: Any, load: Any) -> Any:
-    """Loads `steps` stages, `done` after those of earlier tiles; returns how many have been loaded in all."""
+def load_steps(
+    tiles: Tiles, scratch: dict[str, Any], steps: Any, done: Any, load: Any, gathered: gather.Gathered | None = None
+) -> Any:
+    """Loads `steps` stages, `done` after those of earlier tiles; returns how many have been loaded in all.
 
-    def step(k: Any, count: Any) -> Any:
+    `load(k, left, right, barrier)` copies the operands of stage `k` by TMA, but for the one that is `gathered`.
+    """
+
+    numbers = None if gathered is None else gathered.numbers
+
+    def step(k: Any, carry: Any) -> Any:
+        count, of_stage = carry
         slot = lax.rem(count, jnp.int32(tiles.stages))
+        of_next = None if numbers is None else numbers(k + 1)
 
         @pl.when(count >= tiles.stages)
         def _() -> None:
             plgpu.barrier_wait(scratch["released"].at[slot])
 
         load(k, scratch["left"].at[slot], scratch["right"].at[slot], scratch["loaded"].at[slot])
-        return count + 1
+        if gathered is not None:
+            gathered.copy(k, of_stage, scratch["left"].at[slot], scratch["right"].at[slot])
+            gather.announce(scratch["gathered"], slot)
+        return count + 1, of_next
 
-    return lax.fori_loop(0, steps, step, done)
+    return lax.fori_loop(0, steps, step, (done, None if numbers is None else numbers(0)))[0]
 
 
 def drain(tiles: Tiles, scratch: dict[str, Any], done: Any) -> None:
@@ -106,10 +130,16 @@ def multiply_steps(
     def slot_of(count: Any) -> Any:
         return lax.rem(count, jnp.int32(tiles.stages))
 
+    def wait(count: Any) -> Any:
+        slot = slot_of(count)
+        plgpu.barrier_wait(scratch["loaded"].at[slot])
+        if "gathered" in scratch:
+            gather.wait(scratch["gathered"], slot, lax.div(count, jnp.int32(tiles.stages)))
+        return slot
+
     def scope(*accumulators: Any) -> Any:
         def edge(k: Any, count: Any) -> Any:
-            slot = slot_of(count)
-            plgpu.barrier_wait(scratch["loaded"].at[slot])
+            slot = wait(count)
             at_edge(k, slot)
             multiply(accumulators, slot)
             plgpu.wgmma_wait(0)
@@ -117,8 +147,7 @@ def multiply_steps(
             return count + 1
 
         def step(k: Any, count: Any) -> Any:
-            slot = slot_of(count)
-            plgpu.barrier_wait(scratch["loaded"].at[slot])
+            slot = wait(count)
             multiply(accumulators, slot)
             plgpu.wgmma_wait(tiles.delay * beside)
             if tiles.delay:  # the wgmma before this one has read its stage

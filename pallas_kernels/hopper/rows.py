@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from xen_moe_jax.pallas_kernels.hopper import claims, ring
+from xen_moe_jax.pallas_kernels.hopper import claims, gather, ring
 from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.hopper.tiles import COMPUTE_WARPGROUPS, ROW_ALIGNMENT, Tiles, row_tiles
 
@@ -94,6 +94,7 @@ def rows_by_weights(
     also: tuple[jax.Array, jax.Array] | None = None,
     bias: jax.Array | None = None,
     row_weights: jax.Array | None = None,
+    index: jax.Array | None = None,
     *,
     transposed: bool,
     tiles: Tiles,
@@ -103,6 +104,8 @@ def rows_by_weights(
 
     `also`, rows and weights of the same shapes, is multiplied and added up in the same accumulators. `bias [L, B]` of
     the group is added, times float32 `row_weights [C]` if given. Rows past the last group come out unspecified.
+
+    With `index`, int32 `[C]`, row `c` is `rows[index[c]]`, and zeros where that is outside the rows.
     """
     columns = weights.shape[1 if transposed else 2]
     extra = [] if bias is None else [_bias_of_tiles(bias, tiles.cluster_n)]
@@ -121,7 +124,7 @@ def rows_by_weights(
 
     pairs = [(rows, (weights,))] + ([] if also is None else [(also[0], (also[1],))])
     name = "xen_moe_grouped_rows"
-    return _product(pairs, group_sizes, tuple(extra), epilogue, (columns,), transposed, tiles, num_sms, name)[0]
+    return _product(pairs, group_sizes, tuple(extra), epilogue, (columns,), transposed, tiles, num_sms, name, index)[0]
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "projections", "tiles", "num_sms"))
@@ -131,6 +134,7 @@ def activated_rows(
     group_sizes: jax.Array,
     biases: tuple[jax.Array, ...] | None = None,
     row_weights: jax.Array | None = None,
+    index: jax.Array | None = None,
     *,
     activation: Activation,
     projections: bool,
@@ -145,6 +149,7 @@ def activated_rows(
       group_sizes: int32 `[L]`.
       biases: `[L, F]` of each of the weights, added to the projections.
       row_weights: float32 `[C]`, factors of the result's rows.
+      index: int32 `[C]`, as in `rows_by_weights`; `rows` are any number then.
       projections: True if the projections are results too, with their biases and without `row_weights`.
 
     Returns:
@@ -172,7 +177,7 @@ def activated_rows(
     columns = (weights[0].shape[2],) * (1 + beside if projections else 1)
     name = f"xen_moe_grouped_{activation.name}"
     given = (*extra, *of_biases)
-    return _product([(rows, weights)], group_sizes, given, epilogue, columns, False, tiles, num_sms, name)
+    return _product([(rows, weights)], group_sizes, given, epilogue, columns, False, tiles, num_sms, name, index)
 
 
 def _product(
@@ -185,14 +190,21 @@ def _product(
     tiles: Tiles,
     num_sms: int | None,
     name: str,
+    index_of_rows: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """The kernel: multiplies the rows of each of `pairs` by its weights, whose columns stand side by side in a tile,
-    and adds all products up.
+    and adds all products up. With `index_of_rows` there is one pair, whose rows are gathered.
 
     `columns` are those of the outputs. Where the columns or the contracted dimension end within a tile, TMA loads zeros
     past the end and stores nothing there.
     """
     (capacity, depth), dtype = pairs[0][0].shape, pairs[0][0].dtype
+    if index_of_rows is not None:
+        (source, _), *others = pairs
+        gather.check(tiles, source)
+        if others:
+            raise ValueError("an index is for the rows of one product")
+        capacity = index_of_rows.shape[0]
     beside = len(pairs[0][1])
     width, tile_width, own_width = (n // beside for n in (tiles.n, tiles.cluster_n, tiles.warpgroup_n))
     unit = tiles.swizzle // dtype.itemsize
@@ -209,6 +221,7 @@ def _product(
     n_tiles, k_steps = pl.cdiv(columns[0], tile_width), pl.cdiv(depth, tiles.k)
     tables = row_tiles(group_sizes, capacity, tiles.cluster_m)
     operands = [a for rows, weights in pairs for a in (rows, *weights)]
+    operands += [] if index_of_rows is None else [gather.padded(index_of_rows)]
     biased = any(array.ndim == 2 for array in extra)
 
     def body(*refs: Any, **s: Any) -> None:
@@ -217,6 +230,8 @@ def _product(
             refs[len(operands) : len(operands) + 2],
             refs[len(operands) + 2 :],
         )
+        if index_of_rows is not None:
+            gather.begin(s["gathered"])
         wg, peer = lax.axis_index("wg"), lax.axis_index("cluster")
         m_tiles = up_to[group_sizes.shape[0] - 1]
         grid = (m_tiles * n_tiles,)
@@ -237,6 +252,13 @@ def _product(
             def tile(index: Any, carry: Any) -> Any:
                 m, row, column = place(index)
                 group = facts[0, m]
+                gathered = None
+                if index_of_rows is not None:
+                    numbers = gather.numbers(given[-1], row, tiles.m)
+                    places = gather.places(numbers, given[0], facts[2, m], facts[3, m])
+                    gathered = gather.Gathered(
+                        lambda k, _, left, right: gather.copy(given[0], places, k * tiles.k, left)
+                    )
 
                 def load_of(rows: Any, *weights: Any) -> Callable[..., None]:
                     matrices = [w.at[group] for w in weights]
@@ -244,12 +266,13 @@ def _product(
                     def load(k: Any, left: Any, right: Any, barrier: Any) -> None:
                         depth_at = pl.ds(k * tiles.k, tiles.k)
                         at = pl.ds(column, width)
-                        plgpu.copy_gmem_to_smem(
-                            rows.at[pl.ds(row, tiles.m), depth_at],
-                            left,
-                            barrier,
-                            collective_axes="cluster" if tiles.cluster == "n" else None,
-                        )
+                        if gathered is None:
+                            plgpu.copy_gmem_to_smem(
+                                rows.at[pl.ds(row, tiles.m), depth_at],
+                                left,
+                                barrier,
+                                collective_axes="cluster" if tiles.cluster == "n" else None,
+                            )
                         for number, matrix in enumerate(matrices):
                             plgpu.copy_gmem_to_smem(
                                 matrix.at[at, depth_at] if transposed else matrix.at[depth_at, at],
@@ -262,7 +285,7 @@ def _product(
 
                 for number in range(len(pairs)):
                     pair = given[number * (1 + beside) : (number + 1) * (1 + beside)]
-                    carry = ring.load_steps(tiles, s, k_steps, carry, load_of(*pair))
+                    carry = ring.load_steps(tiles, s, k_steps, carry, load_of(*pair), gathered)
                 return carry
 
             done = claims.loads(tiles, s, up_to, grid, tile)
@@ -313,5 +336,6 @@ def _product(
     right: tuple[int, ...] = (width, tiles.k) if transposed else (tiles.k, width)
     right = right if beside == 1 else (beside, *right)
     out_type = [jax.ShapeDtypeStruct((capacity, count), dtype) for count in columns]
-    scratch = ring.scratch(tiles, (tiles.m, tiles.k), right, dtype, loads=1 + beside)
+    gathered = index_of_rows is not None
+    scratch = ring.scratch(tiles, (tiles.m, tiles.k), right, dtype, loads=1 + beside, gathered=gathered)
     return tuple(ring.kernel(body, tiles, num_sms, out_type, scratch, name)(*operands, *tables, *extra))

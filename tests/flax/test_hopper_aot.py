@@ -48,6 +48,14 @@ def test_machine_code_of_epilogues(sharding, kernel, tmp_path, monkeypatch):
     compile_alone(kernel, MANY, hopper_kernels.operands(sharding, 2880, 2880), tmp_path, monkeypatch)
 
 
+@pytest.mark.parametrize("kernel", hopper_kernels.GATHERED)
+def test_machine_code_of_gathered_rows(sharding, kernel, tmp_path, monkeypatch):
+    """The loading warpgroup has few registers, and the copies are 16 bytes a thread."""
+    compile_alone(kernel, MANY, hopper_kernels.operands(sharding, 2880, 2880), tmp_path, monkeypatch)
+    (text,) = [path.read_text() for path in tmp_path.glob("*.ptx")]
+    assert "cp.async.cg.shared.global" in text and re.search(r"setmaxnreg\.dec\S+ 40;", text)
+
+
 def test_experts_copy_no_weights(sharding, tmp_path, monkeypatch):
     """Forward and backward pass of gpt-oss' experts: no instruction of XLA reads or writes a matrix of weights, but the
     kernels do, and the ends of the program."""

@@ -11,7 +11,8 @@ import pytest
 
 from xen_moe_jax.experts import hopper
 from xen_moe_jax.pallas_kernels.hopper.activations import Activation
-from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights
+from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
+from xen_moe_jax.pallas_kernels.hopper.rows import activated_rows, rows_by_weights
 from xen_moe_jax.pallas_kernels.hopper.tiles import Tiles
 
 pytestmark = pytest.mark.skipif(
@@ -95,6 +96,43 @@ def test_tilings(tiling):
     plan = hopper.Plan(*[TILINGS[tiling]] * 3)
     check(*operands((300, 0, 77, 128), depth=512), plan)
     check(*operands((1, 700, 9, 12000), depth=512), plan)
+
+
+@pytest.mark.parametrize("tiling", ["no clusters", "half as high, claimed", "claimed, small"])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_gathered_rows(groups, tiling):
+    """Rows by an index: the bits of the same kernels on rows that were put in order, and of any index behind them."""
+    sizes, tiles, swiglu = GROUPS[groups], TILINGS[tiling], TILINGS[tiling].n == 256
+    used, tokens, hidden, width = sum(sizes), 100, 320, 384
+    capacity = used + 72 + -used % 8
+    keys = iter(jax.random.split(jax.random.key(3), 9))
+
+    def draw(*shape):
+        return jax.random.normal(next(keys), shape).astype(jnp.bfloat16)
+
+    x, down = draw(tokens, hidden), draw(len(sizes), width, hidden)
+    gate, up = draw(len(sizes), hidden, width), draw(len(sizes), hidden, width)
+    wide = draw(capacity, width).at[used:].set(jnp.nan)
+    index = jax.random.randint(next(keys), (capacity,), -3, tokens + 3, jnp.int32)
+    inside = (index >= 0) & (index < tokens)
+    sorted_rows = jnp.where(inside[:, None], x[jnp.where(inside, index, 0)], 0)
+
+    def kernels(rows, index):
+        group_sizes = jnp.asarray(sizes, jnp.int32)
+        of_rows = rows_by_weights(rows, gate, group_sizes, index=index, transposed=False, tiles=tiles)
+        by_rows = rows_by_weights(rows, down, group_sizes, index=index, transposed=True, tiles=tiles)
+        activated = ()
+        if swiglu:
+            run = functools.partial(activated_rows, activation=Activation(), projections=True, tiles=tiles)
+            activated = run(rows, (gate, up), group_sizes, index=index)
+        left = rows_by_rows(rows, wide, group_sizes, index, gathered="rows", tiles=tiles)
+        right = rows_by_rows(wide, rows, group_sizes, index, gathered="others", tiles=tiles)
+        return [of_rows[:used], by_rows[:used], *(a[:used] for a in activated), left, right]
+
+    for one, other in zip(jax.jit(kernels)(x, index), jax.jit(kernels)(sorted_rows, None), strict=True):
+        one, other = np.asarray(one), np.asarray(other)
+        np.testing.assert_array_equal(one.view(np.uint16), other.view(np.uint16))
+        assert not used or one.any()
 
 
 def by_groups(sizes, *arrays):

@@ -72,8 +72,35 @@ def sums(tiles: Tiles, wide: Any, group_sizes: Any, **_: Any) -> Any:
     return rows_by_rows(ones, wide, group_sizes, tiles=tiles, height=8, num_sms=SMS)
 
 
+def _index(rows: Any) -> Any:
+    return jnp.arange(rows.shape[0], dtype=jnp.int32)[::-1]
+
+
+def gathered_swiglu(tiles: Tiles, rows: Any, up: Any, group_sizes: Any, **_: Any) -> Any:
+    run = functools.partial(activated_rows, activation=Activation(), projections=True, num_sms=SMS)
+    return run(rows, (up, up), group_sizes, index=_index(rows), tiles=tiles)
+
+
+def gathered_gradient_of_rows(tiles: Tiles, wide: Any, up: Any, group_sizes: Any, **_: Any) -> Any:
+    return rows_by_weights(wide, up, group_sizes, index=_index(wide), transposed=True, tiles=tiles, num_sms=SMS)
+
+
+def gathered_rows_by_rows(tiles: Tiles, rows: Any, wide: Any, group_sizes: Any, **_: Any) -> Any:
+    return rows_by_rows(rows, wide, group_sizes, _index(rows), gathered="rows", tiles=tiles, num_sms=SMS)
+
+
+def rows_by_gathered_rows(tiles: Tiles, rows: Any, wide: Any, group_sizes: Any, **_: Any) -> Any:
+    return rows_by_rows(wide, rows, group_sizes, _index(rows), gathered="others", tiles=tiles, num_sms=SMS)
+
+
 KERNELS: tuple[Callable[..., Any], ...] = swiglu, up_projection, gradient_of_rows, gradient_of_weights
 EPILOGUES: tuple[Callable[..., Any], ...] = clipped_swiglu_with_biases, geglu, gelu, projection_with_bias
+GATHERED: tuple[Callable[..., Any], ...] = (
+    gathered_swiglu,
+    gathered_gradient_of_rows,
+    gathered_rows_by_rows,
+    rows_by_gathered_rows,
+)
 
 
 def operands(
