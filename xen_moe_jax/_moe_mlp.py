@@ -19,7 +19,7 @@ from xen_moe_jax._placement import Placement
 from xen_moe_jax._quantized_weight import QuantizedWeight, check_format, without_gradient
 from xen_moe_jax._replicated import combine_replicated, dispatch_replicated
 from xen_moe_jax._types import BlockScaled, MoEMLPInfo, Routed
-from xen_moe_jax.experts import float8, tpu_decode, tpu_decode_layer
+from xen_moe_jax.experts import float8, gathered, tpu_decode, tpu_decode_layer
 from xen_moe_jax.experts.arrived import Way, dispatch_quantized
 from xen_moe_jax.experts.combined import Return, experts_and_combine, run_experts
 from xen_moe_jax.experts.function import ACTIVATIONS, APPLY_WEIGHTS_TO, GROUPED_MATMULS, ExpertFunction
@@ -67,8 +67,8 @@ def moe_mlp(
     The value is that of `dispatch`, two or three grouped matmuls and `combine`, to the last bit, and so are the
     derivatives, except on a Hopper GPU. There the backward pass keeps neither the experts' outputs nor their weighted
     cotangents, so that gradients differ by the rounding of these, and a second derivative is an error that names
-    `ragged_dot`. On a TPU few tokens (`config.mode`) take one kernel for all of it, as the Flax layers do
-    (docs/design/tpu.md).
+    `ragged_dot`; on an axis of one rank the matmuls read the tokens where they lie. On a TPU few tokens (`config.mode`)
+    take one kernel for all of it, as the Flax layers do (docs/design/tpu.md).
 
     It has no start and done halves: work for the time of a transfer goes between the halves of `dispatch` and of
     `combine`, and the experts, which run between the two, are the caller's matmuls then.
@@ -161,6 +161,14 @@ def moe_mlp(
             "active": active,
         }
         sending |= {"placement": placement, "balance": balance, "slots_per_rank": slots_per_rank}
+        on_its_own = all(value is None for name, value in sending.items() if name not in ("capacity", "drop"))
+        on_its_own &= combine_wire is None and math.prod(_validate.axes(axis_name, CALLER)[1]) == 1
+        if on_its_own and gathered.takes(function, weights, values, topk_idx, capacity):
+            routed = dispatch(
+                gathered.numbers(x), topk_idx, topk_weights, **routing, **sending, config=gathered.alone(config)
+            )
+            out = gathered.experts_and_combine(function, weights, x, routed, config)
+            return (out, _info(routed)) if return_info else out
         arriving = float8.wire_of_rows(function, wire)
         if arriving is None:
             routed = dispatch(x, topk_idx, topk_weights, **routing, **sending, config=config)

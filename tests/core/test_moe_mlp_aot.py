@@ -70,8 +70,17 @@ def passes(program):
     return found
 
 
+def written(program, kind):
+    """How many arrays of a type the program's calls and kernels write."""
+    found = re.findall(r" = (\([^=]*?\)|\S+) ([\w-]+)\(", program[program.index("\nENTRY") :])
+    made = [result for result, operation in found if operation in ("custom-call", "fusion")]
+    return sum(result.count(kind) for result in made)
+
+
 def test_one_pass_over_rows(mesh, monkeypatch):
-    """Forward none; backward one, over projections and the activation's cotangent `[C, F]`. None is over `[C, H]`."""
+    """Forward none; backward one, over projections and the activation's cotangent `[C, F]`. None is over `[C, H]`. Of
+    arrays `[C, H]` only the experts' outputs and the rows' gradients are written: tokens and cotangents are gathered.
+    """
     launch = ring.kernel
     monkeypatch.setattr(hopper, "on_hopper", lambda: True)
     monkeypatch.setattr(ring, "kernel", lambda body, tiles, sms, *rest: launch(body, tiles, sms or 132, *rest))
@@ -83,3 +92,4 @@ def test_one_pass_over_rows(mesh, monkeypatch):
     program = jax.jit(step, static_argnums=0).lower(mesh, *given).compile().as_text()
     # It reads both projections and the activation's cotangent; it writes two cotangents and weighted activations.
     assert passes(program) == [{INNER: 6}]
+    assert written(program, OUTER) == 2

@@ -34,8 +34,20 @@ def of_group(array, sizes, rows):
 
 
 def rows_by_weights(
-    rows, weights, sizes, also=None, bias=None, row_weights=None, *, transposed, tiles, num_sms=None, rounded=True
+    rows,
+    weights,
+    sizes,
+    also=None,
+    bias=None,
+    row_weights=None,
+    index=None,
+    *,
+    transposed,
+    tiles,
+    num_sms=None,
+    rounded=True,
 ):
+    rows = taken(rows, index)
     total = 0.0
     for left, right in [(rows, weights)] + ([] if also is None else [also]):
         right = jnp.swapaxes(right, 1, 2) if transposed else right
@@ -51,7 +63,16 @@ def rows_by_weights(
     return total.astype(rows.dtype) if rounded else total
 
 
-def rows_by_rows(rows, others, sizes, *, tiles, height=None, num_sms=None):
+def taken(rows, index):
+    """Rows of an operand `[T, A]` by an index `[C]`, zeros where it is outside."""
+    if index is None:
+        return rows
+    inside = (index >= 0) & (index < rows.shape[0])
+    return only(rows[jnp.where(inside, index, 0)], inside)
+
+
+def rows_by_rows(rows, others, sizes, index=None, *, gathered="rows", tiles, height=None, num_sms=None):
+    rows, others = (taken(a, index if gathered == name else None) for a, name in ((rows, "rows"), (others, "others")))
     mine = groups_of(sizes, rows.shape[0])
     products = [
         jnp.dot(only(rows, m).T, only(others, m), precision="highest", preferred_element_type=jnp.float32) for m in mine
@@ -60,8 +81,9 @@ def rows_by_rows(rows, others, sizes, *, tiles, height=None, num_sms=None):
 
 
 def activated_rows(
-    rows, weights, sizes, biases=None, row_weights=None, *, activation, projections, tiles, num_sms=None
+    rows, weights, sizes, biases=None, row_weights=None, index=None, *, activation, projections, tiles, num_sms=None
 ):
+    rows = taken(rows, index)
     run = functools.partial(rows_by_weights, rows, transposed=False, tiles=tiles, rounded=False)
     of = [run(w, sizes, bias=bias) for w, bias in zip(weights, biases or (None,) * len(weights), strict=True)]
     out = activation(*of)

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from xen_moe_jax._jax_internals import varying_axes
 from xen_moe_jax._mesh import vary, vary_alike
 from xen_moe_jax._overlap import in_overlap
+from xen_moe_jax.pallas_kernels.hopper import gather
 from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
 from xen_moe_jax.pallas_kernels.hopper.rows import activated_rows, rows_by_weights
@@ -122,6 +123,12 @@ def copied_bytes(depth: int, columns: int, groups: int, dtype: Any) -> int:
     if (_padded(depth), _padded(columns)) == (depth, columns):
         return 0
     return groups * _padded(depth) * _padded(columns) * jnp.dtype(dtype).itemsize
+
+
+def gathers(depth: int, columns: int) -> bool:
+    """True if the kernels can gather rows of `depth` elements that they multiply by `[depth, columns]`."""
+    whole = all(size == _padded(size) for size in (depth, columns))
+    return whole and plan(depth, columns).forward.swizzle == gather.SWIZZLE
 
 
 def supports(rows: jax.Array, weights: jax.Array) -> bool:
@@ -232,14 +239,18 @@ def _vary_alike(*arrays: Any) -> list[Any]:
     return [None if array is None else next(varying) for array in arrays]
 
 
-def _sum_of_groups(chosen: Plan, rows: Any, group_sizes: Any, row_weights: Any = None) -> Any:
-    """The sum over each group's `rows [C, B]`, times `row_weights [C]` if given -> `[L, B]` in their dtype."""
-    ones = jnp.ones(rows.shape[:1], jnp.float32) if row_weights is None else row_weights
+def sum_of_groups(chosen: Plan, rows: Any, group_sizes: Any, row_weights: Any = None, index: Any = None) -> Any:
+    """The sum over each group's `rows [C, B]`, times `row_weights [C]` if given -> `[L, B]` in their dtype.
+
+    With `index`, int32 `[C]`, the rows are `rows[index]`.
+    """
+    count = rows.shape[:1] if index is None else index.shape
+    ones = jnp.ones(count, jnp.float32) if row_weights is None else row_weights
     high = ones.astype(rows.dtype)
     low = (ones - high.astype(jnp.float32)).astype(rows.dtype)  # the remainder of the rounding is a factor, too
     factors = jnp.where(jnp.arange(PADDED) == 0, high[:, None], jnp.where(jnp.arange(PADDED) == 1, low[:, None], 0))
     factors = vary(factors.astype(rows.dtype), varying_axes(rows))
-    sums = rows_by_rows(factors, rows, group_sizes, tiles=chosen.sums, height=ROW_ALIGNMENT)
+    sums = rows_by_rows(factors, rows, group_sizes, index, gathered="others", tiles=chosen.sums, height=ROW_ALIGNMENT)
     return vary(sums[:, 0] if row_weights is None else sums[:, 0] + sums[:, 1], varying_axes(rows))
 
 
@@ -274,7 +285,7 @@ def _backward(chosen: Plan, kept: Any, cotangent: Any) -> tuple[Any, ...]:
     rows, weights, bias, row_weights, cotangent = jax.tree.map(first_order, (*arrays, cotangent))
     by_rows = rows_by_weights(cotangent, weights, group_sizes, transposed=True, tiles=chosen.rows)
     by_weights = rows_by_rows(rows, cotangent, group_sizes, tiles=chosen.weights)
-    by_bias = None if bias is None else _sum_of_groups(chosen, cotangent, group_sizes, row_weights)
+    by_bias = None if bias is None else sum_of_groups(chosen, cotangent, group_sizes, row_weights)
     by_row_weights = None
     if row_weights is not None:
         by_row_weights = jnp.zeros_like(row_weights) if bias is None else _by_rows_of(bias, group_sizes, cotangent)
@@ -343,7 +354,7 @@ def _activated_backward(chosen: Plan, activation: Activation, kept: Any, cotange
     )
     by_biases = None
     if biases is not None:
-        by_biases = tuple(_sum_of_groups(chosen, by, group_sizes) for by in by_projections)
+        by_biases = tuple(sum_of_groups(chosen, by, group_sizes) for by in by_projections)
     return vary(by_rows, varying_axes(rows)), by_weights, by_biases, by_row_weights, None
 
 

@@ -92,7 +92,7 @@ def _activated(config: ExpertFunction, projections: list[jax.Array], row_weights
     return weighted(product(*projections), row_weights)
 
 
-def _names(config: ExpertFunction) -> tuple[str, ...]:
+def projection_names(config: ExpertFunction) -> tuple[str, ...]:
     """Returns the names of the projections."""
     return ("gate", "up") if config.gated else ("up",)
 
@@ -125,26 +125,28 @@ def inner_rows(
     config: ExpertFunction, x: jax.Array, group_sizes: jax.Array, weights: Weights, row_weights: jax.Array | None = None
 ) -> jax.Array:
     """First half of `grouped_experts`: the activation of the rows' projections, times `row_weights`, `[C, F]`."""
-    weights, names = _wide(config, weights, ("gate", "up"), x.dtype), _names(config)
+    weights, names = _wide(config, weights, ("gate", "up"), x.dtype), projection_names(config)
     if all(grouped_matmul.by_hopper(config.grouped_matmul, x, weights[name]) for name in names):
-        given = _given(config, weights)
-        return hopper.activated(x, given[0], group_sizes, given[1], row_weights, activation=_in_kernels(config))
+        given = weights_and_biases(config, weights)
+        return hopper.activated(x, given[0], group_sizes, given[1], row_weights, activation=in_kernels(config))
     matmul = grouped_matmul.choose(config.grouped_matmul)
     biases = _Biases(config, x, group_sizes, weights)
     projections = [biases.add(matmul(x, weights[name], group_sizes), name) for name in names]
     return _activated(config, projections, biases.used_weights(row_weights))
 
 
-def _given(config: ExpertFunction, weights: Weights) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...] | None]:
+def weights_and_biases(
+    config: ExpertFunction, weights: Weights
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...] | None]:
     """Returns the weights of the projections, and their biases or None."""
-    names = _names(config)
+    names = projection_names(config)
     return (
         tuple(weights[name] for name in names),
         tuple(weights[f"{name}_bias"] for name in names) if config.expert_bias else None,
     )
 
 
-def _in_kernels(config: ExpertFunction) -> hopper.Activation:
+def in_kernels(config: ExpertFunction) -> hopper.Activation:
     return hopper.Activation(config.activation, config.activation_limit, config.activation_alpha)
 
 
@@ -152,14 +154,14 @@ def inner_rows_and_projections(
     config: ExpertFunction, x: jax.Array, group_sizes: jax.Array, weights: Weights
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Returns `inner_rows` by the Hopper kernels, and the projections `[C, F]`, from which `inner_again` makes them."""
-    both, biases = _given(config, weights)
-    return hopper.activated_and_projections(x, both, group_sizes, biases, activation=_in_kernels(config))
+    both, biases = weights_and_biases(config, weights)
+    return hopper.activated_and_projections(x, both, group_sizes, biases, activation=in_kernels(config))
 
 
 def inner_again(config: ExpertFunction, projections: list[jax.Array]) -> jax.Array:
     """Returns the rows of `inner_rows` from projections that were rounded to their dtype."""
     wide = (projection.astype(jnp.float32) for projection in projections)
-    return _in_kernels(config)(*wide).astype(projections[0].dtype)
+    return in_kernels(config)(*wide).astype(projections[0].dtype)
 
 
 def outer_rows(
@@ -234,7 +236,7 @@ def padded_experts(
         bias = weights[f"{name}_bias"][:, None, :]
         return out + (bias if factors is None else weighted(bias, factors))
 
-    inner = _activated(config, [project(x, name) for name in _names(config)], row_weights)
+    inner = _activated(config, [project(x, name) for name in projection_names(config)], row_weights)
     return project(inner, "down", row_weights)
 
 
@@ -248,4 +250,4 @@ def shared_expert(config: ExpertFunction, x: jax.Array, weights: Weights, share:
     def project(rows: jax.Array, name: str) -> jax.Array:
         return rows @ widened(weights[f"shared_{name}"], rows.dtype)
 
-    return weighted(project(_activated(config, [project(x, name) for name in _names(config)]), "down"), share)
+    return weighted(project(_activated(config, [project(x, name) for name in projection_names(config)]), "down"), share)

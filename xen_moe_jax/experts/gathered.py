@@ -1,0 +1,188 @@
+"""The routed MLP of one rank, whose matmuls read the tokens' rows where they lie.
+
+Where an axis has one rank, no row crosses a link, and the rows `[C, H]` that a dispatch would write are those of `x` in
+another order. A dispatch of the tokens' numbers alone gives this order, with the groups, the router weights and the
+handle of any dispatch. The first matmul gathers its rows from `x`. The backward pass gathers those of the cotangent,
+and both for the gradients of weights. So neither rows nor their cotangent are ever written `[C, H]`.
+
+The value has the bits of `dispatch -> experts -> combine`, since every kernel multiplies the same rows in the same
+order. So have the gradients those of `combined.py`, but for the router weights' where `down` has a bias: another matmul
+sums the bias' part of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xen_moe_jax._api import combine
+from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._jax_internals import varying_axes
+from xen_moe_jax._mesh import vary, vary_alike
+from xen_moe_jax._quantized_weight import QuantizedWeight
+from xen_moe_jax._types import Handle, Routed, experts_of_rows
+from xen_moe_jax.experts import grouped_matmul, hopper, mlp
+from xen_moe_jax.experts.function import ExpertFunction
+
+NUMBERS = 4
+"""Float32 elements of a row that carries a token's number: 16 bytes."""
+EVERY_SM = 1024
+"""Backends take as many as there are."""
+MOST_TOKENS = 2**24 - 1
+"""Numbers up to this are exact in float32."""
+
+
+def takes(function: ExpertFunction, weights: mlp.Weights, x: jax.Array, topk_idx: Any, capacity: Any) -> bool:
+    """True if tokens `x [T, H]` of the only rank of an axis can be multiplied where they lie."""
+    if capacity == 0 or np.size(topk_idx) == 0:
+        return False
+    if function.experts is not None or function.layout != "grouped" or function.apply_weights_to != "rows":
+        return False
+    if any(isinstance(weight, QuantizedWeight) for weight in weights.values()) or not x.shape[0] <= MOST_TOKENS:
+        return False
+    names = mlp.projection_names(function)
+    if not all(grouped_matmul.by_hopper(function.grouped_matmul, x, weights[name]) for name in names):
+        return False
+    return hopper.gathers(x.shape[1], weights["up"].shape[2])
+
+
+def alone(config: KernelConfig | None) -> KernelConfig:
+    """The configuration of an operation that waits for no other rank, and may therefore take every multiprocessor."""
+    config = config or KernelConfig()
+    return config if config.num_sms else dataclasses.replace(config, num_sms=EVERY_SM)
+
+
+def numbers(x: jax.Array) -> jax.Array:
+    """Float32 `[..., 4]` for tokens `x [..., H]`: each token's number, counted from 1."""
+    tokens = x.shape[:-1]
+    count = jnp.arange(1, 1 + x.size // x.shape[-1], dtype=jnp.float32).reshape(*tokens, 1)
+    return jnp.broadcast_to(count, (*tokens, NUMBERS))
+
+
+def experts_and_combine(
+    function: ExpertFunction, weights: mlp.Weights, x: jax.Array, routed: Routed, config: KernelConfig | None
+) -> jax.Array:
+    """Returns `[..., H]`: the experts' outputs for tokens `x`, added up for each token.
+
+    Args:
+      routed: the dispatch of `numbers(x)`.
+    """
+    # Rows of alignment padding are zeros there, hence no token. Rows past the last group may be anything, and the
+    # kernels take numbers of tokens that do not exist for rows of zeros.
+    index = _whole(routed.x[:, 0].astype(jnp.int32)) - 1
+    leaves, tree = jax.tree.flatten((x, index, routed, weights))
+    x, index, routed, weights = jax.tree.unflatten(tree, vary_alike(*leaves))
+    last = {name: weights.pop(name) for name in list(weights) if name.startswith("down")}
+    handle = jax.lax.stop_gradient(routed.handle)
+    step = _Step(function, alone(config))
+    return _run(step, x, routed.handle.weights, weights, last, index, routed.group_sizes, handle)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """Static arguments of `_run`, and the parts of its value."""
+
+    function: ExpertFunction
+    config: KernelConfig
+
+    @property
+    def activation(self) -> hopper.Activation:
+        return mlp.in_kernels(self.function)
+
+    def plans(self, x: Any, up: Any, index: Any) -> tuple[hopper.Plan, hopper.Plan]:
+        """Tiles for the matmuls in front of the activation, and behind it."""
+        groups, width = up.shape[0], up.shape[2]
+        hidden, rows = x.shape[1], index.shape[0]
+        return hopper.plan(hidden, width, rows, groups), hopper.plan(width, hidden, rows, groups)
+
+    def inner(self, x: Any, first: Any, index: Any, sizes: Any, *, projections: bool) -> tuple[Any, list[Any]]:
+        """The activation `[C, F]`, and with `projections` these."""
+        both, biases = mlp.weights_and_biases(self.function, first)
+        plan, _ = self.plans(x, both[0], index)
+        tiles = plan.gated if self.activation.gated else plan.forward
+        out, *rest = hopper.activated_rows(
+            x, both, sizes, biases, None, index, activation=self.activation, projections=projections, tiles=tiles
+        )
+        return _vary(out, x), [_vary(projection, x) for projection in rest]
+
+    def value(self, inner: Any, last: Any, sizes: Any, handle: Handle, row_weights: Any) -> Any:
+        y = mlp.outer_rows(self.function, inner, sizes, last)[: row_weights.shape[0]]
+        return combine(y, dataclasses.replace(handle, weights=row_weights), weighted=True, config=self.config)
+
+
+def _whole(rows: jax.Array) -> jax.Array:
+    """Appends zeros up to a number of rows that the kernels take."""
+    extra = -rows.shape[0] % hopper.ROW_ALIGNMENT
+    return jnp.pad(rows, [(0, extra)] + [(0, 0)] * (rows.ndim - 1)) if extra else rows
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _vary(array: Any, like: Any) -> Any:
+    return vary(array, varying_axes(like))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(step: _Step, x: Any, row_weights: Any, first: Any, last: Any, index: Any, sizes: Any, handle: Any) -> Any:
+    """`first`: weights of the projections by name; `last`: those behind the activation."""
+    inner, _ = step.inner(_rows(x), first, index, sizes, projections=False)
+    return step.value(inner, last, sizes, handle, row_weights)
+
+
+def _forward(step: _Step, *operands: Any) -> tuple[Any, Any]:
+    x, row_weights, first, last, index, sizes, handle = operands
+    inner, projections = step.inner(_rows(x), first, index, sizes, projections=True)
+    return step.value(inner, last, sizes, handle, row_weights), (projections, *operands)
+
+
+def _backward(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
+    projections, x, row_weights, first, last, index, sizes, handle = kept
+    projections, row_weights, cotangent = jax.tree.map(hopper.first_order, (projections, row_weights, cotangent))
+    x, cotangent = _rows(x), _rows(cotangent)
+    weights, biases = mlp.weights_and_biases(step.function, first)
+    plan, plan_of_last = step.plans(x, weights[0], index)
+    by_weighted = hopper.rows_by_weights(
+        cotangent, last["down"], sizes, index=index, transposed=True, tiles=plan_of_last.rows
+    )
+    inner, count = mlp.inner_again(step.function, projections), row_weights.shape[0]
+    row_weights = _whole(row_weights)
+    weighted, of_weighted = jax.vjp(mlp.weighted, inner, row_weights)
+    by_inner, by_row_weights = of_weighted(_vary(by_weighted, inner))
+    by_down = hopper.rows_by_rows(weighted, cotangent, sizes, index, gathered="others", tiles=plan_of_last.weights)
+    by_last = {"down": _vary(by_down, x)}
+    if biases is not None:
+        by_last["down_bias"] = hopper.sum_of_groups(plan_of_last, cotangent, sizes, row_weights, index)
+        by_row_weights = by_row_weights + _by_bias(last["down_bias"], sizes, index, cotangent)
+    wide = (a.astype(jnp.float32) for a in (by_inner, *projections))
+    by_projections = [a.astype(x.dtype) for a in step.activation.gradients(*wide)]
+    one, *more = zip(by_projections, weights, strict=True)
+    by_rows = hopper.rows_by_weights(*one, sizes, more[0] if more else None, transposed=True, tiles=plan.rows)
+    by_x = combine(_vary(by_rows, x)[:count], handle, weighted=False, config=step.config)
+    by_weights = [_vary(hopper.rows_by_rows(x, by, sizes, index, tiles=plan.weights), x) for by in by_projections]
+    by_first = dict(zip(mlp.projection_names(step.function), by_weights, strict=True))
+    if biases is not None:
+        for name, by in zip(mlp.projection_names(step.function), by_projections, strict=True):
+            by_first[f"{name}_bias"] = hopper.sum_of_groups(plan, by, sizes)
+    return by_x, by_row_weights[:count], by_first, by_last, None, None, None
+
+
+def _by_bias(bias: jax.Array, sizes: jax.Array, index: jax.Array, cotangent: jax.Array) -> jax.Array:
+    """The gradient of the rows' router weights by a bias `[L, H]` that they multiply: float32 `[C]`.
+
+    Each token of `cotangent [T, H]` times each group's bias, and of these the products that rows are.
+    """
+    products = jnp.dot(cotangent, bias.T, preferred_element_type=jnp.float32)
+    group = experts_of_rows(sizes, index.shape[0])
+    used = (group < bias.shape[0]) & (index >= 0) & (index < cotangent.shape[0])
+    at = jnp.where(used, index * bias.shape[0] + group, 0)
+    return jnp.where(used, products.reshape(-1)[at], 0)
+
+
+_run.defvjp(_forward, _backward)
