@@ -47,6 +47,8 @@ THOROUGH = (
     "backends/pallas/test_layer.py::test_the_peer_computes_the_same_layer",
     # 120 processes are killed; 12 stay in `make test`
     "elastic/test_members.py::test_many_kills",
+    # the server's ranks are killed and compile anew; the example's one kill stays
+    "elastic/test_server.py::test_a_few_kills_with_experts_from_another_process",
     # the kernels on host threads: 14 to 43 s each; the other scenarios stay
     "native/emulator/test_kernels_emulated.py::test_scenario[graphs-2-2-64-15]",
     "native/emulator/test_kernels_emulated.py::test_a_fault_in_the_sets_of_many_ranks_is_seen",

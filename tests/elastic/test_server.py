@@ -1,0 +1,30 @@
+"""The example's server under fire: no wrong token, no rank lost that was not killed, no hang."""
+
+import jax
+import pytest
+
+from tests.elastic import serve_chaos
+from tests.support import quick_compiler, transfer
+
+
+@pytest.fixture
+def few_optimizations(monkeypatch):
+    """For the ranks that a test starts: they compile in a second."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("tests/gpu/test_elastic.py has these cases for GPUs")
+    monkeypatch.setenv("XLA_FLAGS", f"{quick_compiler.FLAGS} --xla_backend_optimization_level=0")
+
+
+def check(figures, kills):
+    assert figures["kills"] >= kills and figures["joins"] >= kills - 2 and figures["tokens"] > 20 * kills
+    assert figures["wrong"] == []
+
+
+def test_a_few_kills_with_experts_from_another_process(few_optimizations):
+    transfer.require()
+    check(serve_chaos.run(4, 4, seed=5, transfer=True), 4)
+
+
+@pytest.mark.slow
+def test_sixty_kills_in_one_run(few_optimizations):
+    check(serve_chaos.run(4, 60, seed=7), 60)
