@@ -150,6 +150,9 @@ NB_MODULE(_cuda, m) {
     d["xen_moe_done"] = done;
     d["xen_moe_exchange"] = Stages(kExchangeInstantiate, kExchange);
     d["xen_moe_move_weights"] = Stages(kMoveInstantiate, kMove);
+    nb::dict rows;
+    rows["execute"] = Target(kQuantizedRows);
+    d["xen_moe_quantized_rows"] = rows;
     return d;
   });
   m.def("no_low_latency", &NoLowLatency, "combine"_a, "ranks"_a, "ranks_per_node"_a, "num_tokens"_a, "top_k"_a,

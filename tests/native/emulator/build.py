@@ -20,7 +20,10 @@ ROOT = HERE.parents[2]
 sys.path.insert(0, str(ROOT))
 from tests.native.emulator.translate import Untranslated, translate  # noqa: E402
 
-FOLDERS = (*(f"cuda_kernels/{p.name}" for p in (ROOT / "cuda_kernels").iterdir() if p.is_dir()), "cuda_kernels")
+WITHOUT = ("experts",)
+"""Folders of cuda_kernels whose kernels multiply with tensor cores, which host threads have no other form of."""
+FOLDERS = (p.name for p in (ROOT / "cuda_kernels").iterdir() if p.is_dir() and p.name not in WITHOUT)
+FOLDERS = (*(f"cuda_kernels/{name}" for name in FOLDERS), "cuda_kernels")
 FOLDERS += ("tests/native", "tests/native/nodes")
 PROGRAMS = {
     "harness": ("harness.cu", "scenarios.cu", "balance.cu", "members.cu", "rings.cu", "wide.cu"),
@@ -50,11 +53,13 @@ RUNTIME = Unit("runtime.cc", HERE / "runtime.cc")
 def units_of(program: str) -> list[Unit]:
     """Returns the translation units of a program.
 
-    The kernels are the lines of cuda_kernels/variants.txt, without those that launch kernels across nodes for the host:
-    nodes.cu launches its own choice of these kernels, and they take minutes to compile.
+    The kernels are the lines of cuda_kernels/variants.txt, without those `WITHOUT` a form here, and without those that
+    launch kernels across nodes for the host: nodes.cu launches its own choice of these kernels, and they take minutes
+    to compile.
     """
     lines = (ROOT / "cuda_kernels" / "variants.txt").read_text().splitlines()
     chosen = [line.split() for line in lines if not re.match(r"#|\S*(peer|nccl)", line)]
+    chosen = [line for line in chosen if pathlib.Path(line[1]).parent.name not in WITHOUT]
     kernels = [Unit(name, ROOT / "cuda_kernels" / source, tuple(defines)) for name, source, *defines in chosen]
     folder, defines = ROOT / "tests" / "native", DEFINES.get(program, ())
     prefix = f"{program}." if defines else ""

@@ -1,0 +1,495 @@
+// Rows of groups times weights that are read in the format in which checkpoints ship them: fp8 or int8 with float
+// scales of blocks, or MXFP4. For few rows a group, where the time is that of reading the weights.
+//
+// What moves: weights and rows from global memory into a ring of stages in shared memory; weights from there into
+// registers, where they become bf16; sums back to global memory. A tile is up to 64 rows of one group and 128 or 256
+// columns of its weight. Its product is computed transposed: the weights' columns are the 64 rows of a wgmma, whose
+// operand comes from registers, and the rows of the group are its 8 to 64 columns, whose operand lies in shared memory.
+//
+// Who does it: the last four warps of a block load. Every other warpgroup multiplies 64 columns of the tile. Blocks are
+// persistent; block b has tiles b, b + gridDim.x and so on. An element is widened as `QuantizedWeight.widen` does it:
+// float(value) * scale, rounded to bf16. Products are added up in ascending order, 16 at a time, in float32.
+//
+// Fragments: a wgmma of bf16 takes from thread 4 c + t of a warp the elements (2 t, 2 t + 1, 2 t + 8, 2 t + 9) of rows
+// c and c + 8. ldmatrix transposes units of two bytes, here two neighbouring columns of a weight. Therefore row c
+// stands for column 2 c, and row c + 8 for column 2 c + 1. In MXFP4 a byte has two elements along the depth; among 16
+// elements the even ones take the first eight places of the wgmma. The rows of the group come in that order.
+//
+// Who waits for whom: a stage's loads wait until all multiplying warps have released it (`released`); its use waits for
+// the loads of all 128 loading threads (`loaded`). Memory order: cp.async writes by the generic proxy, and wgmma reads
+// rows by the async proxy: each multiplying thread has a proxy fence between the barrier and its wgmma.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "cuda_kernels/experts/quantized_rows.h"
+
+namespace xen_moe {
+namespace {
+
+constexpr int kTileRows = 64;                // rows of a group that a tile has at most
+constexpr int kLoaders = 128;                // threads
+constexpr int kByteRows = 64;                // rows of bytes of a weight in a stage
+constexpr int kFp4Block = 32;                // elements along the depth with one exponent
+constexpr int kAtomBytes = kTileRows * 128;  // 64 rows of 128 bytes, swizzled
+
+template <WeightFormat kFormat, int kWarpgroups>
+struct Shape {
+  static constexpr bool kFp4 = kFormat == WeightFormat::kMxfp4;
+  static constexpr int kColumns = 64 * kWarpgroups;
+  static constexpr int kDepth = kFp4 ? 2 * kByteRows : kByteRows;
+  static constexpr int kPitch = kColumns + 16;  // bytes: eight rows of ldmatrix lie in different banks
+  static constexpr int kRowBytes = kDepth / 64 * kAtomBytes;
+  static constexpr int kWeightBytes = kByteRows * kPitch;
+  static constexpr int kScaleBytes = kFp4 ? kDepth / kFp4Block * kColumns : 0;
+  static constexpr int kStageBytes = (kRowBytes + kWeightBytes + kScaleBytes + 1023) / 1024 * 1024;
+  static constexpr int kBlocks = kWarpgroups == 4 ? 1 : 2;  // of one multiprocessor
+  static constexpr int kStages = (kBlocks == 1 ? 212 : 104) * 1024 / kStageBytes;
+  static constexpr int kThreads = 128 * kWarpgroups + kLoaders;
+  static constexpr int kSharedBytes = kStages * kStageBytes + 1024;  // 1024: stages begin at multiples of 1024
+};
+
+struct Tile {
+  int group, row, count, column, matrix;
+};
+
+// The groups' rows in tiles: sums up to each group.
+struct Groups {
+  int tiles_up_to[kMaxWeightGroups], rows_up_to[kMaxWeightGroups];
+};
+
+struct Slot {
+  int index = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void Next(int stages) {
+    if (++index == stages) index = 0, phase ^= 1;
+  }
+};
+
+#if defined(__CUDA_ARCH__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define XEN_MOE_HOPPER 1
+#endif
+
+__device__ __forceinline__ uint32_t SharedAddress(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+#ifdef XEN_MOE_HOPPER
+__device__ __forceinline__ void InitBarrier(uint64_t* barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(count) : "memory");
+}
+__device__ __forceinline__ void Await(const uint64_t* barrier, uint32_t phase) {
+  uint32_t done = 0;
+  while (!done) {
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done)
+                 : "r"(SharedAddress(barrier)), "r"(phase)
+                 : "memory");
+  }
+}
+__device__ __forceinline__ void Arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
+}
+// Arrives when this thread's copies up to here have arrived.
+__device__ __forceinline__ void ArriveAfterCopies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SharedAddress(barrier)) : "memory");
+}
+// Copies 16 bytes, or writes 16 zeros.
+__device__ __forceinline__ void Copy16(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void LoadTransposed(uint32_t (&to)[4], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(from)
+               : "memory");
+}
+
+__device__ __forceinline__ void FenceMultiplication() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void CommitMultiplication() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int kPending>
+__device__ __forceinline__ void AwaitMultiplications() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// sums [64, n] += a [64, 16] (registers) times b [16, n] (shared memory, one row of 128 bytes for each of the n).
+__device__ __forceinline__ void Multiply(float (&d)[4], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, p, 1, 1, 0; }"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void Multiply(float (&d)[8], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, p, 1, 1, 0; }"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void Multiply(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "{%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void Multiply(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+// Keeps reads of sums behind the wait before it.
+template <int kCount>
+__device__ __forceinline__ void Settle(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// The wgmma descriptor of rows in shared memory: 128 bytes a row, swizzled, eight rows every 1024 bytes.
+__device__ __forceinline__ uint64_t RowsDescriptor(uint32_t address) {
+  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 |
+         uint64_t{1} << 62;
+}
+
+__device__ __forceinline__ uint32_t Pack(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const uint32_t&>(pair);
+}
+__device__ __forceinline__ uint32_t Times(uint32_t a, uint32_t b) {
+  const __nv_bfloat162 product =
+      __hmul2_rn(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b));
+  return reinterpret_cast<const uint32_t&>(product);
+}
+
+// Widens a unit of ldmatrix: bytes (k, even column), (k, odd column), (k + 1, even), (k + 1, odd).
+template <WeightFormat kFormat>
+__device__ __forceinline__ void Widen(uint32_t bytes, float of_even, float of_odd, uint32_t* even, uint32_t* odd) {
+  float values[4];
+  if constexpr (kFormat == WeightFormat::kInt8) {
+    const uint32_t shifted = bytes ^ 0x80808080u;  // value + 128, put behind the exponent of 2^23
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      values[i] = __uint_as_float(__byte_perm(shifted, 0x4B000000u, 0x7440 + i)) - 8388736.0f;
+    }
+  } else {
+    constexpr auto kKind = kFormat == WeightFormat::kE4m3 ? __NV_E4M3 : __NV_E5M2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(bytes >> 16 * i), kKind);
+      const float2 pair = __half22float2(static_cast<__half2>(raw));
+      values[2 * i] = pair.x, values[2 * i + 1] = pair.y;
+    }
+  }
+  *even = Pack(__fmul_rn(values[0], of_even), __fmul_rn(values[2], of_even));
+  *odd = Pack(__fmul_rn(values[1], of_odd), __fmul_rn(values[3], of_odd));
+}
+
+// Scales of two neighbouring columns in MXFP4 for 32 elements.
+struct Fp4Scales {
+  uint32_t even, odd;  // bf16, twice: 2^(min(exponent, 128) - 1), which is 2^126 times the scale
+  uint32_t exponents;
+
+  __device__ __forceinline__ explicit Fp4Scales(uint32_t two) : exponents(two) {
+    even = Twice(two & 0xFF), odd = Twice(two >> 8);
+  }
+  // An exponent beyond 128 leaves a factor for a second multiplication; 255 is NaN.
+  __device__ __forceinline__ bool Large() const { return max(exponents & 0xFF, exponents >> 8) > 128; }
+  __device__ __forceinline__ static uint32_t Twice(uint32_t exponent) {
+    return min(exponent, 128u) * 0x00800080u + 0x3F003F00u;
+  }
+  __device__ __forceinline__ static uint32_t Rest(uint32_t exponent) {
+    const uint32_t bits = exponent == 255 ? 0x7FC0u : exponent > 128 ? (exponent - 1) << 7 : 0x3F80u;
+    return bits * 0x00010001u;
+  }
+};
+
+// Widens a unit of ldmatrix, eight elements of 16 along the depth, to the four registers of a fragment. The code of an
+// element, a sign, two bits of exponent and one of mantissa, becomes a bf16 of 2^-126 times its value.
+__device__ __forceinline__ void WidenFp4(uint32_t bytes, const Fp4Scales& scales, bool large, uint32_t (&a)[4]) {
+  constexpr uint32_t kSign = 0x80008000u, kMagnitude = 0x01C001C0u;
+  const uint32_t codes[4] = {
+      (bytes << 12 & kSign) | (bytes << 6 & kMagnitude), (bytes << 4 & kSign) | (bytes >> 2 & kMagnitude),
+      (bytes << 8 & kSign) | (bytes << 2 & kMagnitude), (bytes & kSign) | (bytes >> 6 & kMagnitude)};
+  // Register 0 has the even column's even elements, 2 its odd ones; 1 and 3 have the odd column's.
+  a[0] = Times(codes[0], scales.even), a[2] = Times(codes[2], scales.even);
+  a[1] = Times(codes[1], scales.odd), a[3] = Times(codes[3], scales.odd);
+  if (large) {
+    const uint32_t even = Fp4Scales::Rest(scales.exponents & 0xFF), odd = Fp4Scales::Rest(scales.exponents >> 8);
+    a[0] = Times(a[0], even), a[2] = Times(a[2], even), a[1] = Times(a[1], odd), a[3] = Times(a[3], odd);
+  }
+}
+
+// Float scales of two neighbouring columns, read one block of the depth ahead of their use.
+struct BlockScales {
+  const float *even_at, *odd_at;
+  int stride, rows_left;  // rows_left: further rows of scales below the next one
+  int depth_left;         // of the current block
+  float even, odd, next_even, next_odd;
+
+  __device__ __forceinline__ BlockScales(const QuantizedRowsParams& p, const float* scales, int group, int column) {
+    const int last = p.columns - 1;
+    scales += static_cast<int64_t>(group) * p.scale_rows * p.scale_columns;
+    even_at = scales + min(column, last) / p.block_columns, odd_at = scales + min(column + 1, last) / p.block_columns;
+    stride = p.scale_columns, rows_left = p.format == WeightFormat::kMxfp4 ? 0 : p.scale_rows;  // not a float there
+    depth_left = 0;
+    Read();
+  }
+  __device__ __forceinline__ void Read() {
+    if (rows_left > 0) {
+      next_even = __ldg(even_at), next_odd = __ldg(odd_at);
+      even_at += stride, odd_at += stride, --rows_left;
+    }
+  }
+  // Called in front of every stage of `depth` elements.
+  __device__ __forceinline__ void Advance(int depth, int block_rows) {
+    if (depth_left <= 0) {
+      even = next_even, odd = next_odd, depth_left = block_rows;
+      Read();
+    }
+    depth_left -= depth;
+  }
+};
+
+template <class S>
+__device__ __forceinline__ void Load(const QuantizedRowsParams& p, const Tile& tile, char* stages, uint64_t* loaded,
+                                     const uint64_t* released, Slot& slot, int padded_rows) {
+  constexpr int kChunks = S::kColumns / 16;    // of a row of bytes
+  constexpr int kAtOnce = kLoaders / kChunks;  // rows of bytes that the threads copy at once
+  constexpr int kRowChunks = S::kDepth / 8;    // of a row of the group
+  const int thread = threadIdx.x - (S::kThreads - kLoaders);
+  const int byte_rows = S::kFp4 ? p.depth / 2 : p.depth;
+  const QuantizedMatrix& m = p.matrices[tile.matrix];
+  const int chunk = thread % kChunks, first = thread / kChunks;
+  const int column = tile.column + 16 * chunk;
+  const bool inside = column < p.columns;
+  const uint8_t* values = m.values + (static_cast<int64_t>(tile.group) * byte_rows + first) * p.columns + column;
+  const auto* rows = static_cast<const __nv_bfloat16*>(p.rows) + static_cast<int64_t>(tile.row) * p.depth;
+  const auto* exponents = static_cast<const uint8_t*>(m.scales);
+  const int64_t step = static_cast<int64_t>(kAtOnce) * p.columns;
+  for (int depth = 0, byte_row = first; depth < p.depth; depth += S::kDepth) {
+    Await(&released[slot.index], slot.phase ^ 1);
+    const uint32_t stage = SharedAddress(stages + slot.index * S::kStageBytes);
+    uint32_t to = stage + S::kRowBytes + first * S::kPitch + 16 * chunk;
+#pragma unroll
+    for (int i = 0; i < kByteRows / kAtOnce; ++i) {
+      const bool valid = inside && byte_row < byte_rows;
+      Copy16(to, valid ? values : m.values, valid);
+      values += step, byte_row += kAtOnce, to += kAtOnce * S::kPitch;
+    }
+    for (int i = thread; i < padded_rows * kRowChunks; i += kLoaders) {
+      const int row = i / kRowChunks, at = i % kRowChunks;
+      const bool valid = row < tile.count && depth + 8 * at < p.depth;
+      const auto* from = rows + static_cast<int64_t>(row) * p.depth + depth + 8 * at;
+      Copy16(stage + at / 8 * kAtomBytes + row * 128 + ((at ^ row) & 7) * 16, valid ? from : p.rows, valid);
+    }
+    if constexpr (S::kFp4) {
+      if (first < S::kDepth / kFp4Block) {
+        const int row = depth / kFp4Block + first;
+        const bool valid = inside && row < p.depth / kFp4Block;
+        const int64_t at = (static_cast<int64_t>(tile.group) * (p.depth / kFp4Block) + row) * p.columns + column;
+        Copy16(stage + S::kRowBytes + S::kWeightBytes + first * S::kColumns + 16 * chunk,
+               valid ? exponents + at : exponents, valid);
+      }
+    }
+    ArriveAfterCopies(&loaded[slot.index]);
+    slot.Next(S::kStages);
+  }
+}
+
+// Multiplies a tile of up to kN rows and stores it.
+template <WeightFormat kFormat, class S, int kN>
+__device__ __forceinline__ void MultiplyTile(const QuantizedRowsParams& p, const Tile& tile, const char* stages,
+                                             const uint64_t* loaded, uint64_t* released, Slot& slot) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  const int columns_at = 16 * warp;             // 64 columns a warpgroup, 16 a warp
+  const int own = columns_at + 2 * (lane / 4);  // the first of this thread's two columns
+  const uint32_t weights_at = S::kRowBytes + lane * S::kPitch + columns_at;
+  const QuantizedMatrix& m = p.matrices[tile.matrix];
+  float sums[kN / 2];
+#pragma unroll
+  for (int i = 0; i < kN / 2; ++i) sums[i] = 0.0f;
+  BlockScales scales(p, static_cast<const float*>(m.scales), tile.group, tile.column + own);
+  for (int depth = 0; depth < p.depth; depth += S::kDepth) {
+    if constexpr (!S::kFp4) scales.Advance(S::kDepth, p.block_rows);
+    Await(&loaded[slot.index], slot.phase);
+    const char* stage = stages + slot.index * S::kStageBytes;
+    const uint32_t at = SharedAddress(stage);
+    uint32_t bytes[2][4];
+    LoadTransposed(bytes[0], at + weights_at);
+    LoadTransposed(bytes[1], at + weights_at + 32 * S::kPitch);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    const uint64_t rows = RowsDescriptor(at);
+    uint32_t a[2][4];
+#pragma unroll
+    for (int step = 0; step < S::kDepth / 16; ++step) {
+      uint32_t (&fragment)[4] = a[step & 1];
+      if constexpr (S::kFp4) {
+        const char* exponents = stage + S::kRowBytes + S::kWeightBytes + step / 2 * S::kColumns + own;
+        const Fp4Scales two(*reinterpret_cast<const uint16_t*>(exponents));
+        WidenFp4(bytes[step / 4][step % 4], two, two.Large(), fragment);
+      } else {
+        Widen<kFormat>(bytes[step / 2][2 * (step % 2)], scales.even, scales.odd, &fragment[0], &fragment[1]);
+        Widen<kFormat>(bytes[step / 2][2 * (step % 2) + 1], scales.even, scales.odd, &fragment[2], &fragment[3]);
+      }
+      FenceMultiplication();
+      Multiply(sums, fragment, rows + step / 4 * (kAtomBytes >> 4) + step % 4 * 2);
+      CommitMultiplication();
+      AwaitMultiplications<1>();  // the one before it has read its fragment
+    }
+    AwaitMultiplications<0>();
+    __syncwarp();
+    if (lane == 0) Arrive(&released[slot.index]);
+    slot.Next(S::kStages);
+  }
+  Settle(sums);
+  if (tile.column + own >= p.columns) return;
+  auto* out = static_cast<__nv_bfloat16*>(m.out) + static_cast<int64_t>(tile.row) * p.columns + tile.column + own;
+#pragma unroll
+  for (int j = 0; j < kN / 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = 8 * j + 2 * (lane & 3) + i;
+      if (row < tile.count) {
+        *reinterpret_cast<uint32_t*>(out + static_cast<int64_t>(row) * p.columns) =
+            Pack(sums[4 * j + i], sums[4 * j + 2 + i]);
+      }
+    }
+  }
+}
+
+// Sums up to each group, by one warp.
+__device__ void CountTiles(const QuantizedRowsParams& p, Groups* groups) {
+  const int lane = threadIdx.x & 31;
+  int tiles = 0, rows = 0;
+  for (int first = 0; first < p.groups; first += 32) {
+    const int group = first + lane;
+    const int size = group < p.groups ? max(p.group_sizes[group], 0) : 0;
+    int sum = size;
+    for (int by = 1; by < 32; by *= 2) {
+      const int other = __shfl_up_sync(~0u, sum, by);
+      if (lane >= by) sum += other;
+    }
+    const int end = min(rows + sum, p.capacity), begin = min(rows + sum - size, p.capacity);
+    int count = (end - begin + kTileRows - 1) / kTileRows;
+    for (int by = 1; by < 32; by *= 2) {
+      const int other = __shfl_up_sync(~0u, count, by);
+      if (lane >= by) count += other;
+    }
+    if (group < p.groups) groups->tiles_up_to[group] = tiles + count, groups->rows_up_to[group] = end;
+    tiles += __shfl_sync(~0u, count, 31);
+    rows = min(rows + __shfl_sync(~0u, sum, 31), p.capacity);
+  }
+}
+
+__device__ __forceinline__ Tile TileAt(const QuantizedRowsParams& p, const Groups& groups, int number, int width) {
+  const int across = (p.columns + width - 1) / width;
+  const int of_rows = number / (across * p.num_matrices), rest = number % (across * p.num_matrices);
+  int low = 0, high = p.groups - 1;  // the first group with more tiles up to it than of_rows
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (groups.tiles_up_to[middle] > of_rows) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  const int before = low ? groups.tiles_up_to[low - 1] : 0, begin = low ? groups.rows_up_to[low - 1] : 0;
+  const int row = begin + (of_rows - before) * kTileRows;
+  return {low, row, min(kTileRows, groups.rows_up_to[low] - row), rest % across * width, rest / across};
+}
+#endif  // XEN_MOE_HOPPER
+
+template <WeightFormat kFormat, int kWarpgroups>
+__global__ void __launch_bounds__(Shape<kFormat, kWarpgroups>::kThreads, Shape<kFormat, kWarpgroups>::kBlocks)
+    QuantizedRowsKernel(const __grid_constant__ QuantizedRowsParams p) {
+#ifdef XEN_MOE_HOPPER
+  using S = Shape<kFormat, kWarpgroups>;
+  extern __shared__ char dynamic[];
+  __shared__ Groups groups;
+  __shared__ uint64_t loaded[S::kStages], released[S::kStages];
+  char* stages = dynamic + (-SharedAddress(dynamic) & 1023);
+  if (threadIdx.x < 32) CountTiles(p, &groups);
+  if (threadIdx.x == 32) {
+    for (int i = 0; i < S::kStages; ++i) InitBarrier(&loaded[i], kLoaders), InitBarrier(&released[i], 4 * kWarpgroups);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  const int across = (p.columns + S::kColumns - 1) / S::kColumns;
+  const int tiles = groups.tiles_up_to[p.groups - 1] * across * p.num_matrices;
+  Slot slot;
+  for (int number = blockIdx.x; number < tiles; number += gridDim.x) {
+    const Tile tile = TileAt(p, groups, number, S::kColumns);
+    const int n = tile.count <= 8 ? 8 : tile.count <= 16 ? 16 : tile.count <= 32 ? 32 : 64;
+    if (threadIdx.x >= S::kThreads - kLoaders) {
+      Load<S>(p, tile, stages, loaded, released, slot, n);
+    } else if (n == 8) {
+      MultiplyTile<kFormat, S, 8>(p, tile, stages, loaded, released, slot);
+    } else if (n == 16) {
+      MultiplyTile<kFormat, S, 16>(p, tile, stages, loaded, released, slot);
+    } else if (n == 32) {
+      MultiplyTile<kFormat, S, 32>(p, tile, stages, loaded, released, slot);
+    } else {
+      MultiplyTile<kFormat, S, 64>(p, tile, stages, loaded, released, slot);
+    }
+  }
+#endif
+}
+
+template <WeightFormat kFormat, int kWarpgroups>
+int LaunchShape(const QuantizedRowsParams& p, int multiprocessors, cudaStream_t stream) {
+  using S = Shape<kFormat, kWarpgroups>;
+  const auto kernel = QuantizedRowsKernel<kFormat, kWarpgroups>;
+  if (int e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes)) return e;
+  const int64_t across = (p.columns + S::kColumns - 1) / S::kColumns * p.num_matrices;
+  const int64_t most = across * (std::min(p.groups, p.capacity) + p.capacity / kTileRows);
+  const int64_t blocks = std::min<int64_t>(most, static_cast<int64_t>(S::kBlocks) * multiprocessors);
+  kernel<<<static_cast<unsigned>(blocks), S::kThreads, S::kSharedBytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+template <WeightFormat kFormat>
+int LaunchFormat(const QuantizedRowsParams& p, int multiprocessors, cudaStream_t stream) {
+  // Wide tiles read the rows half as often; narrow ones spread few groups over all multiprocessors.
+  const int64_t wide = static_cast<int64_t>((p.columns + 255) / 256) * p.num_matrices * p.groups;
+  return wide >= 2 * multiprocessors ? LaunchShape<kFormat, 4>(p, multiprocessors, stream)
+                                     : LaunchShape<kFormat, 2>(p, multiprocessors, stream);
+}
+
+}  // namespace
+
+int LaunchQuantizedRows(const QuantizedRowsParams& p, cudaStream_t stream) {
+  int device = 0, major = 0, multiprocessors = 0;
+  if (int e = cudaGetDevice(&device)) return e;
+  if (int e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return e;
+  if (int e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device)) return e;
+  if (major != 9) return cudaErrorNoKernelImageForDevice;
+  if (p.capacity == 0 || p.groups == 0) return cudaSuccess;
+  switch (p.format) {
+    case WeightFormat::kE4m3:
+      return LaunchFormat<WeightFormat::kE4m3>(p, multiprocessors, stream);
+    case WeightFormat::kE5m2:
+      return LaunchFormat<WeightFormat::kE5m2>(p, multiprocessors, stream);
+    case WeightFormat::kInt8:
+      return LaunchFormat<WeightFormat::kInt8>(p, multiprocessors, stream);
+    default:
+      return LaunchFormat<WeightFormat::kMxfp4>(p, multiprocessors, stream);
+  }
+}
+
+}  // namespace xen_moe
