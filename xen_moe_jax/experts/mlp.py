@@ -12,7 +12,7 @@ import numpy as np
 
 from xen_moe_jax._quantized_weight import widened
 from xen_moe_jax._types import experts_of_rows
-from xen_moe_jax.experts import grouped_matmul, hopper
+from xen_moe_jax.experts import grouped_matmul, hopper, quantized
 from xen_moe_jax.experts.function import ExpertFunction
 
 Weights = dict[str, Any]
@@ -125,12 +125,18 @@ def inner_rows(
     config: ExpertFunction, x: jax.Array, group_sizes: jax.Array, weights: Weights, row_weights: jax.Array | None = None
 ) -> jax.Array:
     """First half of `grouped_experts`: the activation of the rows' projections, times `row_weights`, `[C, F]`."""
-    weights, names = _wide(config, weights, ("gate", "up"), x.dtype), projection_names(config)
-    if all(grouped_matmul.by_hopper(config.grouped_matmul, x, weights[name]) for name in names):
-        given = weights_and_biases(config, weights)
-        return hopper.activated(x, given[0], group_sizes, given[1], row_weights, activation=in_kernels(config))
-    matmul = grouped_matmul.choose(config.grouped_matmul)
+    names = projection_names(config)
     biases = _Biases(config, x, group_sizes, weights)
+    given = [weights[name] for name in names]
+    if quantized.by_kernel(config.grouped_matmul, x, given):
+        products = quantized.grouped_matmuls(x, given, group_sizes)
+        projections = [biases.add(product, name) for product, name in zip(products, names, strict=True)]
+        return _activated(config, projections, biases.used_weights(row_weights))
+    weights = _wide(config, weights, ("gate", "up"), x.dtype)
+    if all(grouped_matmul.by_hopper(config.grouped_matmul, x, weights[name]) for name in names):
+        both, added = weights_and_biases(config, weights)
+        return hopper.activated(x, both, group_sizes, added, row_weights, activation=in_kernels(config))
+    matmul = grouped_matmul.choose(config.grouped_matmul)
     projections = [biases.add(matmul(x, weights[name], group_sizes), name) for name in names]
     return _activated(config, projections, biases.used_weights(row_weights))
 
@@ -172,12 +178,15 @@ def outer_rows(
     row_weights: jax.Array | None = None,
 ) -> jax.Array:
     """Second half of `grouped_experts`: `inner_rows [C, F]` times `down`, plus its bias times `row_weights`."""
+    biases = _Biases(config, inner, group_sizes, weights)
+    if quantized.by_kernel(config.grouped_matmul, inner, [weights["down"]]):
+        (out,) = quantized.grouped_matmuls(inner, [weights["down"]], group_sizes)
+        return biases.add(out, "down", biases.used_weights(row_weights))
     weights = _wide(config, weights, ("down",), inner.dtype)
     if config.expert_bias and grouped_matmul.by_hopper(config.grouped_matmul, inner, weights["down"]):
         bias = weights["down_bias"]
         return hopper.grouped_matmul(inner, weights["down"], group_sizes, bias=bias, row_weights=row_weights)
     out = grouped_matmul.choose(config.grouped_matmul)(inner, weights["down"], group_sizes)
-    biases = _Biases(config, inner, group_sizes, weights)
     return biases.add(out, "down", biases.used_weights(row_weights))
 
 
