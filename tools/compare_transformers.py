@@ -86,15 +86,75 @@ def generate(model_type: str, folder: pathlib.Path, **fields: Any) -> None:
     model.save_pretrained(folder)
 
 
-def difference(folder: pathlib.Path, layer: int, num_tokens: int = 64) -> float:
-    """Returns the norm of the difference of the two outputs of a layer, relative to transformers'."""
+def quantize(folder: pathlib.Path, shipped: pathlib.Path, model_type: str) -> None:
+    """Writes the checkpoint in `folder` to `shipped` with the experts in the format in which its family is published:
+    fp8 in blocks of 128 x 128 (`deepseek_v3`) or MXFP4 (`gpt_oss`). In `folder` transformers' own code then dequantizes
+    them again, to float32.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    (file,) = folder.glob("*.safetensors")
+    tensors, packed, wide = load_file(file), {}, {}
+    for name, array in tensors.items():
+        if model_type == "deepseek_v3" and "experts." in name:
+            values, scales = _fp8_blocks(array)
+            packed |= {name: values, f"{name}_scale_inv": scales}
+            wide[name] = Fp8Dequantize(None)._dequantize_one(values, scales, torch.float32)
+        elif model_type == "gpt_oss" and name.endswith("_proj") and ".experts." in name:
+            blocks, exponents = _mxfp4_blocks(array)
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": exponents}
+            wide[name] = convert_moe_packed_tensors(blocks, exponents, dtype=torch.float32)
+        else:
+            packed[name] = wide[name] = array
+    config = json.loads((folder / "config.json").read_text())
+    method = {"deepseek_v3": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    config["quantization_config"] = method.get(model_type, {"quant_method": "mxfp4"})
+    shipped.mkdir(parents=True, exist_ok=True)
+    (shipped / "config.json").write_text(json.dumps(config))
+    save_file({name: array.contiguous() for name, array in packed.items()}, shipped / file.name)
+    save_file({name: array.contiguous() for name, array in wide.items()}, file, metadata={"format": "pt"})
+
+
+def _fp8_blocks(array: Any) -> tuple[Any, Any]:
+    """float32 `[out, in]` -> float8_e4m3fn and float32 scales of blocks of 128 x 128, which divide it."""
+    import torch
+
+    rows, columns = array.shape
+    blocks = array.reshape(rows // 128, 128, columns // 128, 128)
+    scales = blocks.abs().amax((1, 3)) / 448
+    values = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+    return values.reshape(array.shape), scales
+
+
+def _mxfp4_blocks(array: Any) -> tuple[Any, Any]:
+    """float32 `[experts, in, out]` -> uint8 `[experts, out, in / 32, 16]` and exponents `[experts, out, in / 32]`."""
+    import torch
+
+    blocks = array.transpose(1, 2).reshape(array.shape[0], array.shape[2], -1, 32)
+    exponents = blocks.abs().amax(-1).log2().floor() - 2
+    scaled = blocks / exponents.exp2()[..., None]
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    codes = (scaled.abs()[..., None] - numbers).abs().argmin(-1) + 8 * (scaled < 0)
+    return (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8), (exponents + 127).to(torch.uint8)
+
+
+def difference(folder: pathlib.Path, layer: int, num_tokens: int = 64, shipped: pathlib.Path | None = None) -> float:
+    """Returns the norm of the difference of the two outputs of a layer, relative to transformers'.
+
+    Args:
+      shipped: a folder with the same weights in a quantized format, which this library then reads and keeps.
+    """
     import torch
     import transformers
 
     from xen_moe_jax.flax import load_hugging_face
     from xen_moe_jax.flax.nnx import MoE
 
-    config, weights = load_hugging_face(folder, layer, dtype=jnp.float32)
+    kept = {"keep_quantised": True} if shipped else {}
+    config, weights = load_hugging_face(shipped or folder, layer, dtype=jnp.float32, **kept)
     x = np.random.default_rng(0).normal(size=(1, num_tokens, config.hidden_size)).astype(np.float32)
     ours = np.asarray(MoE.from_weights(config, weights)(jnp.asarray(x))[0])
 

@@ -128,6 +128,7 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, help="adds the lines to this file, under 'quantized weights'")
     parser.add_argument("--only", action="append", help="begin of a model's name; may be given several times")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="rows an expert (default: 1 8 64)")
+    parser.add_argument("--formats", choices=FORMATS, nargs="+", default=FORMATS, help="of the weights (default: all)")
     parser.add_argument("--torch", action=argparse.BooleanOptionalAction, default=True, help="torch._grouped_mm too")
     options = parser.parse_args()
 
@@ -139,7 +140,7 @@ def main() -> None:
     for name, (hidden, width, experts) in MODELS.items():
         if options.only and not any(name.startswith(only) for only in options.only):
             continue
-        for kind in FORMATS:
+        for kind in options.formats:
             weights = weights_of(kind, hidden, width, experts)
             for rows in options.rows:
                 us = ours(weights, rows, hidden, experts)

@@ -32,23 +32,31 @@ namespace {
 
 constexpr int kTileRows = 64;                // rows of a group that a tile has at most
 constexpr int kLoaders = 128;                // threads
-constexpr int kByteRows = 64;                // rows of bytes of a weight in a stage
+constexpr int kStageDepth = 128;             // elements of the contracted dimension
 constexpr int kFp4Block = 32;                // elements along the depth with one exponent
 constexpr int kAtomBytes = kTileRows * 128;  // 64 rows of 128 bytes, swizzled
 
-template <WeightFormat kFormat, int kWarpgroups>
+template <WeightFormat kOf, int kWarpgroups>
 struct Shape {
+  static constexpr WeightFormat kFormat = kOf;
   static constexpr bool kFp4 = kFormat == WeightFormat::kMxfp4;
   static constexpr int kColumns = 64 * kWarpgroups;
-  static constexpr int kDepth = kFp4 ? 2 * kByteRows : kByteRows;
+  static constexpr int kDepth = kStageDepth;
+  static constexpr int kByteRows = kFp4 ? kDepth / 2 : kDepth;
   static constexpr int kPitch = kColumns + 16;  // bytes: eight rows of ldmatrix lie in different banks
   static constexpr int kRowBytes = kDepth / 64 * kAtomBytes;
   static constexpr int kWeightBytes = kByteRows * kPitch;
   static constexpr int kScaleBytes = kFp4 ? kDepth / kFp4Block * kColumns : 0;
   static constexpr int kStageBytes = (kRowBytes + kWeightBytes + kScaleBytes + 1023) / 1024 * 1024;
-  static constexpr int kBlocks = kWarpgroups == 4 ? 1 : 2;  // of one multiprocessor
+  static constexpr int kBlocks = 1;  // of one multiprocessor
   static constexpr int kStages = (kBlocks == 1 ? 212 : 104) * 1024 / kStageBytes;
   static constexpr int kThreads = 128 * kWarpgroups + kLoaders;
+  // of a thread, out of 96 and 80 that a block of this size may have at its launch
+  static constexpr int kLoadRegisters = kWarpgroups == 4 ? 64 : kWarpgroups == 3 ? 80 : 88;
+  static constexpr int kMultiplyRegisters = kWarpgroups == 4 ? 104 : kWarpgroups == 3 ? 144 : 208;
+  // Steps of 16 elements whose wgmma are issued together: as many as registers allow.
+  template <int kRows>
+  static constexpr int kSteps = (kWarpgroups == 4 ? 2 : 4) / (kRows == 64 && kWarpgroups > 2 ? 2 : 1);
   static constexpr int kSharedBytes = kStages * kStageBytes + 1024;  // 1024: stages begin at multiples of 1024
 };
 
@@ -102,11 +110,35 @@ __device__ __forceinline__ void Copy16(uint32_t to, const void* from, bool valid
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
                : "memory");
 }
-__device__ __forceinline__ void LoadTransposed(uint32_t (&to)[4], uint32_t from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(from)
-               : "memory");
+// Loads units of eight rows of 16 bytes; `from`: this lane's row among the first 32, whose distance is `pitch`.
+template <int kUnits>
+__device__ __forceinline__ void LoadTransposed(uint32_t (&to)[kUnits], uint32_t from, int pitch) {
+  if constexpr (kUnits == 1) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];" : "=r"(to[0]) : "r"(from) : "memory");
+  } else if constexpr (kUnits == 2) {  // the rows of lanes 16 to 31 are not read
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(to[0]), "=r"(to[1])
+                 : "r"(from)
+                 : "memory");
+  } else {
+#pragma unroll
+    for (int i = 0; i < kUnits; i += 4) {
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(to[i]), "=r"(to[i + 1]), "=r"(to[i + 2]), "=r"(to[i + 3])
+                   : "r"(from + 8 * i * pitch)
+                   : "memory");
+    }
+  }
+}
+
+// Registers of a thread: those of a block add up to what it was launched with.
+template <int kCount>
+__device__ __forceinline__ void TakeRegisters() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+__device__ __forceinline__ void LeaveRegisters() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
 __device__ __forceinline__ void FenceMultiplication() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -203,16 +235,12 @@ __device__ __forceinline__ void Widen(uint32_t bytes, float of_even, float of_od
 // Scales of two neighbouring columns in MXFP4 for 32 elements.
 struct Fp4Scales {
   uint32_t even, odd;  // bf16, twice: 2^(min(exponent, 128) - 1), which is 2^126 times the scale
-  uint32_t exponents;
 
-  __device__ __forceinline__ explicit Fp4Scales(uint32_t two) : exponents(two) {
-    even = Twice(two & 0xFF), odd = Twice(two >> 8);
-  }
-  // An exponent beyond 128 leaves a factor for a second multiplication; 255 is NaN.
-  __device__ __forceinline__ bool Large() const { return max(exponents & 0xFF, exponents >> 8) > 128; }
+  __device__ __forceinline__ explicit Fp4Scales(uint32_t two) : even(Twice(two & 0xFF)), odd(Twice(two >> 8)) {}
   __device__ __forceinline__ static uint32_t Twice(uint32_t exponent) {
     return min(exponent, 128u) * 0x00800080u + 0x3F003F00u;
   }
+  // What an exponent beyond 128 leaves for a second multiplication; 255 is NaN.
   __device__ __forceinline__ static uint32_t Rest(uint32_t exponent) {
     const uint32_t bits = exponent == 255 ? 0x7FC0u : exponent > 128 ? (exponent - 1) << 7 : 0x3F80u;
     return bits * 0x00010001u;
@@ -221,7 +249,7 @@ struct Fp4Scales {
 
 // Widens a unit of ldmatrix, eight elements of 16 along the depth, to the four registers of a fragment. The code of an
 // element, a sign, two bits of exponent and one of mantissa, becomes a bf16 of 2^-126 times its value.
-__device__ __forceinline__ void WidenFp4(uint32_t bytes, const Fp4Scales& scales, bool large, uint32_t (&a)[4]) {
+__device__ __forceinline__ void WidenFp4(uint32_t bytes, const Fp4Scales& scales, uint32_t (&a)[4]) {
   constexpr uint32_t kSign = 0x80008000u, kMagnitude = 0x01C001C0u;
   const uint32_t codes[4] = {
       (bytes << 12 & kSign) | (bytes << 6 & kMagnitude), (bytes << 4 & kSign) | (bytes >> 2 & kMagnitude),
@@ -229,10 +257,10 @@ __device__ __forceinline__ void WidenFp4(uint32_t bytes, const Fp4Scales& scales
   // Register 0 has the even column's even elements, 2 its odd ones; 1 and 3 have the odd column's.
   a[0] = Times(codes[0], scales.even), a[2] = Times(codes[2], scales.even);
   a[1] = Times(codes[1], scales.odd), a[3] = Times(codes[3], scales.odd);
-  if (large) {
-    const uint32_t even = Fp4Scales::Rest(scales.exponents & 0xFF), odd = Fp4Scales::Rest(scales.exponents >> 8);
-    a[0] = Times(a[0], even), a[2] = Times(a[2], even), a[1] = Times(a[1], odd), a[3] = Times(a[3], odd);
-  }
+}
+__device__ __forceinline__ void MultiplyByRest(uint32_t two, uint32_t (&a)[4]) {
+  const uint32_t even = Fp4Scales::Rest(two & 0xFF), odd = Fp4Scales::Rest(two >> 8);
+  a[0] = Times(a[0], even), a[2] = Times(a[2], even), a[1] = Times(a[1], odd), a[3] = Times(a[3], odd);
 }
 
 // Float scales of two neighbouring columns, read one block of the depth ahead of their use.
@@ -266,31 +294,34 @@ struct BlockScales {
   }
 };
 
+// Rows that are multiplied for a tile of `count`: a width that wgmma is compiled for here.
+__device__ __forceinline__ int PaddedRows(int count) {
+  return count <= 8 ? 8 : count <= 16 ? 16 : count <= 32 ? 32 : 64;
+}
+
+// Copies a tile's stages, one after the other: this thread's share of them.
 template <class S>
 __device__ __forceinline__ void Load(const QuantizedRowsParams& p, const Tile& tile, char* stages, uint64_t* loaded,
                                      const uint64_t* released, Slot& slot, int padded_rows) {
-  constexpr int kChunks = S::kColumns / 16;    // of a row of bytes
-  constexpr int kAtOnce = kLoaders / kChunks;  // rows of bytes that the threads copy at once
-  constexpr int kRowChunks = S::kDepth / 8;    // of a row of the group
+  constexpr int kChunks = S::kColumns / 16;  // of a row of bytes
+  constexpr int kRowChunks = S::kDepth / 8;  // of a row of the group
   const int thread = threadIdx.x - (S::kThreads - kLoaders);
   const int byte_rows = S::kFp4 ? p.depth / 2 : p.depth;
   const QuantizedMatrix& m = p.matrices[tile.matrix];
-  const int chunk = thread % kChunks, first = thread / kChunks;
-  const int column = tile.column + 16 * chunk;
-  const bool inside = column < p.columns;
-  const uint8_t* values = m.values + (static_cast<int64_t>(tile.group) * byte_rows + first) * p.columns + column;
+  const uint8_t* values = m.values + static_cast<int64_t>(tile.group) * byte_rows * p.columns + tile.column;
   const auto* rows = static_cast<const __nv_bfloat16*>(p.rows) + static_cast<int64_t>(tile.row) * p.depth;
-  const auto* exponents = static_cast<const uint8_t*>(m.scales);
-  const int64_t step = static_cast<int64_t>(kAtOnce) * p.columns;
-  for (int depth = 0, byte_row = first; depth < p.depth; depth += S::kDepth) {
+  const auto* exponents = static_cast<const uint8_t*>(m.scales) +
+                          static_cast<int64_t>(tile.group) * (p.depth / kFp4Block) * p.columns + tile.column;
+  for (int depth = 0; depth < p.depth; depth += S::kDepth) {
     Await(&released[slot.index], slot.phase ^ 1);
     const uint32_t stage = SharedAddress(stages + slot.index * S::kStageBytes);
-    uint32_t to = stage + S::kRowBytes + first * S::kPitch + 16 * chunk;
-#pragma unroll
-    for (int i = 0; i < kByteRows / kAtOnce; ++i) {
-      const bool valid = inside && byte_row < byte_rows;
-      Copy16(to, valid ? values : m.values, valid);
-      values += step, byte_row += kAtOnce, to += kAtOnce * S::kPitch;
+    const int first = S::kFp4 ? depth / 2 : depth;
+#pragma unroll 8
+    for (int i = thread; i < S::kByteRows * kChunks; i += kLoaders) {
+      const int row = i / kChunks, at = 16 * (i % kChunks);
+      const bool valid = tile.column + at < p.columns && first + row < byte_rows;
+      const uint8_t* from = values + static_cast<int64_t>(first + row) * p.columns + at;
+      Copy16(stage + S::kRowBytes + row * S::kPitch + at, valid ? from : m.values, valid);
     }
     for (int i = thread; i < padded_rows * kRowChunks; i += kLoaders) {
       const int row = i / kRowChunks, at = i % kRowChunks;
@@ -299,12 +330,11 @@ __device__ __forceinline__ void Load(const QuantizedRowsParams& p, const Tile& t
       Copy16(stage + at / 8 * kAtomBytes + row * 128 + ((at ^ row) & 7) * 16, valid ? from : p.rows, valid);
     }
     if constexpr (S::kFp4) {
-      if (first < S::kDepth / kFp4Block) {
-        const int row = depth / kFp4Block + first;
-        const bool valid = inside && row < p.depth / kFp4Block;
-        const int64_t at = (static_cast<int64_t>(tile.group) * (p.depth / kFp4Block) + row) * p.columns + column;
-        Copy16(stage + S::kRowBytes + S::kWeightBytes + first * S::kColumns + 16 * chunk,
-               valid ? exponents + at : exponents, valid);
+      if (thread < S::kDepth / kFp4Block * kChunks) {
+        const int row = thread / kChunks, at = 16 * (thread % kChunks);
+        const bool valid = tile.column + at < p.columns && depth / kFp4Block + row < p.depth / kFp4Block;
+        const uint8_t* from = exponents + static_cast<int64_t>(depth / kFp4Block + row) * p.columns + at;
+        Copy16(stage + S::kRowBytes + S::kWeightBytes + row * S::kColumns + at, valid ? from : m.values, valid);
       }
     }
     ArriveAfterCopies(&loaded[slot.index]);
@@ -312,10 +342,46 @@ __device__ __forceinline__ void Load(const QuantizedRowsParams& p, const Tile& t
   }
 }
 
-// Multiplies a tile of up to kN rows and stores it.
-template <WeightFormat kFormat, class S, int kN>
+// Widens the elements of `kSteps` wgmma, of which `first` is the first of the stage at `stage`.
+template <class S, int kSteps>
+__device__ __forceinline__ void WidenSteps(const char* stage, uint32_t weights_at, int own, int first,
+                                           BlockScales* scales, int block_rows, uint32_t (&a)[kSteps][4]) {
+  constexpr int kUnits = S::kFp4 ? kSteps : 2 * kSteps;  // of eight rows of bytes
+  uint32_t bytes[kUnits];
+  const uint32_t at = SharedAddress(stage) + weights_at + first * (S::kFp4 ? 8 : 16) * S::kPitch;
+  LoadTransposed(bytes, at, S::kPitch);
+  if constexpr (S::kFp4) {
+    constexpr int kBlocks = (kSteps * 16 + kFp4Block - 1) / kFp4Block;
+    const char* exponents = stage + S::kRowBytes + S::kWeightBytes + first * 16 / kFp4Block * S::kColumns + own;
+    uint32_t two[kBlocks], most = 0;
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+      two[i] = *reinterpret_cast<const uint16_t*>(exponents + i * S::kColumns);
+      most = max(most, max(two[i] & 0xFF, two[i] >> 8));
+    }
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) WidenFp4(bytes[i], Fp4Scales(two[i * 16 / kFp4Block]), a[i]);
+    if (most > 128) {
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) MultiplyByRest(two[i * 16 / kFp4Block], a[i]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      if (first * 16 % 64 == 0 && i == 0) scales->Advance(64, block_rows);
+      Widen<S::kFormat>(bytes[2 * i], scales->even, scales->odd, &a[i][0], &a[i][1]);
+      Widen<S::kFormat>(bytes[2 * i + 1], scales->even, scales->odd, &a[i][2], &a[i][3]);
+    }
+  }
+}
+
+// Multiplies a tile of up to kN rows and stores it. While the wgmma of some steps run, the elements of the next ones
+// are widened into other registers.
+template <class S, int kN>
 __device__ __forceinline__ void MultiplyTile(const QuantizedRowsParams& p, const Tile& tile, const char* stages,
                                              const uint64_t* loaded, uint64_t* released, Slot& slot) {
+  constexpr int kSteps = S::template kSteps<kN>, kGroups = S::kDepth / 16 / kSteps;
+  static_assert(kGroups % 2 == 0, "the registers of a group are known at compile time");
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   const int columns_at = 16 * warp;             // 64 columns a warpgroup, 16 a warp
   const int own = columns_at + 2 * (lane / 4);  // the first of this thread's two columns
@@ -325,38 +391,31 @@ __device__ __forceinline__ void MultiplyTile(const QuantizedRowsParams& p, const
 #pragma unroll
   for (int i = 0; i < kN / 2; ++i) sums[i] = 0.0f;
   BlockScales scales(p, static_cast<const float*>(m.scales), tile.group, tile.column + own);
+  uint64_t* before = nullptr;
+  uint32_t a[2][kSteps][4];
   for (int depth = 0; depth < p.depth; depth += S::kDepth) {
-    if constexpr (!S::kFp4) scales.Advance(S::kDepth, p.block_rows);
     Await(&loaded[slot.index], slot.phase);
     const char* stage = stages + slot.index * S::kStageBytes;
-    const uint32_t at = SharedAddress(stage);
-    uint32_t bytes[2][4];
-    LoadTransposed(bytes[0], at + weights_at);
-    LoadTransposed(bytes[1], at + weights_at + 32 * S::kPitch);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    const uint64_t rows = RowsDescriptor(at);
-    uint32_t a[2][4];
+    const uint64_t rows = RowsDescriptor(SharedAddress(stage));
 #pragma unroll
-    for (int step = 0; step < S::kDepth / 16; ++step) {
-      uint32_t (&fragment)[4] = a[step & 1];
-      if constexpr (S::kFp4) {
-        const char* exponents = stage + S::kRowBytes + S::kWeightBytes + step / 2 * S::kColumns + own;
-        const Fp4Scales two(*reinterpret_cast<const uint16_t*>(exponents));
-        WidenFp4(bytes[step / 4][step % 4], two, two.Large(), fragment);
-      } else {
-        Widen<kFormat>(bytes[step / 2][2 * (step % 2)], scales.even, scales.odd, &fragment[0], &fragment[1]);
-        Widen<kFormat>(bytes[step / 2][2 * (step % 2) + 1], scales.even, scales.odd, &fragment[2], &fragment[3]);
-      }
+    for (int group = 0; group < kGroups; ++group) {
+      WidenSteps<S, kSteps>(stage, weights_at, own, group * kSteps, &scales, p.block_rows, a[group & 1]);
       FenceMultiplication();
-      Multiply(sums, fragment, rows + step / 4 * (kAtomBytes >> 4) + step % 4 * 2);
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        const int step = group * kSteps + i;
+        Multiply(sums, a[group & 1][i], rows + step / 4 * (kAtomBytes >> 4) + step % 4 * 2);
+      }
       CommitMultiplication();
-      AwaitMultiplications<1>();  // the one before it has read its fragment
+      AwaitMultiplications<1>();  // those of the group before have read their registers, and their stage
+      if (group == 0 && before != nullptr && lane == 0) Arrive(before);
     }
-    AwaitMultiplications<0>();
-    __syncwarp();
-    if (lane == 0) Arrive(&released[slot.index]);
+    before = &released[slot.index];
     slot.Next(S::kStages);
   }
+  AwaitMultiplications<0>();
+  if (lane == 0) Arrive(before);
   Settle(sums);
   if (tile.column + own >= p.columns) return;
   auto* out = static_cast<__nv_bfloat16*>(m.out) + static_cast<int64_t>(tile.row) * p.columns + tile.column + own;
@@ -433,19 +492,29 @@ __global__ void __launch_bounds__(Shape<kFormat, kWarpgroups>::kThreads, Shape<k
   const int across = (p.columns + S::kColumns - 1) / S::kColumns;
   const int tiles = groups.tiles_up_to[p.groups - 1] * across * p.num_matrices;
   Slot slot;
-  for (int number = blockIdx.x; number < tiles; number += gridDim.x) {
-    const Tile tile = TileAt(p, groups, number, S::kColumns);
-    const int n = tile.count <= 8 ? 8 : tile.count <= 16 ? 16 : tile.count <= 32 ? 32 : 64;
-    if (threadIdx.x >= S::kThreads - kLoaders) {
-      Load<S>(p, tile, stages, loaded, released, slot, n);
-    } else if (n == 8) {
-      MultiplyTile<kFormat, S, 8>(p, tile, stages, loaded, released, slot);
-    } else if (n == 16) {
-      MultiplyTile<kFormat, S, 16>(p, tile, stages, loaded, released, slot);
-    } else if (n == 32) {
-      MultiplyTile<kFormat, S, 32>(p, tile, stages, loaded, released, slot);
-    } else {
-      MultiplyTile<kFormat, S, 64>(p, tile, stages, loaded, released, slot);
+  if (threadIdx.x >= S::kThreads - kLoaders) {
+    LeaveRegisters<S::kLoadRegisters>();
+    for (int number = blockIdx.x; number < tiles; number += gridDim.x) {
+      const Tile tile = TileAt(p, groups, number, S::kColumns);
+      Load<S>(p, tile, stages, loaded, released, slot, PaddedRows(tile.count));
+    }
+  } else {
+    TakeRegisters<S::kMultiplyRegisters>();
+    for (int number = blockIdx.x; number < tiles; number += gridDim.x) {
+      const Tile tile = TileAt(p, groups, number, S::kColumns);
+      switch (PaddedRows(tile.count)) {
+        case 8:
+          MultiplyTile<S, 8>(p, tile, stages, loaded, released, slot);
+          break;
+        case 16:
+          MultiplyTile<S, 16>(p, tile, stages, loaded, released, slot);
+          break;
+        case 32:
+          MultiplyTile<S, 32>(p, tile, stages, loaded, released, slot);
+          break;
+        default:
+          MultiplyTile<S, 64>(p, tile, stages, loaded, released, slot);
+      }
     }
   }
 #endif
@@ -465,10 +534,16 @@ int LaunchShape(const QuantizedRowsParams& p, int multiprocessors, cudaStream_t 
 
 template <WeightFormat kFormat>
 int LaunchFormat(const QuantizedRowsParams& p, int multiprocessors, cudaStream_t stream) {
-  // Wide tiles read the rows half as often; narrow ones spread few groups over all multiprocessors.
-  const int64_t wide = static_cast<int64_t>((p.columns + 255) / 256) * p.num_matrices * p.groups;
-  return wide >= 2 * multiprocessors ? LaunchShape<kFormat, 4>(p, multiprocessors, stream)
-                                     : LaunchShape<kFormat, 2>(p, multiprocessors, stream);
+  // Wide tiles read the rows less often; narrow ones spread few groups over all multiprocessors.
+  const auto tiles = [&](int width) {
+    return static_cast<int64_t>((p.columns + width - 1) / width) * p.num_matrices * p.groups;
+  };
+#ifdef XEN_Q34
+  return LaunchShape<kFormat, XEN_Q34>(p, multiprocessors, stream);
+#endif
+  if (tiles(256) < 2 * multiprocessors) return LaunchShape<kFormat, 2>(p, multiprocessors, stream);
+  return tiles(192) * 192 < tiles(256) * 256 ? LaunchShape<kFormat, 3>(p, multiprocessors, stream)
+                                             : LaunchShape<kFormat, 4>(p, multiprocessors, stream);
 }
 
 }  // namespace

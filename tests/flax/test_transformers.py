@@ -9,6 +9,7 @@ pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
 pytest.importorskip("torch", reason="compares with torch's layers")
 pytest.importorskip("transformers", minversion="5.0", reason="compares with its layers")
 
+import xen_moe_jax as xm
 from tools import compare_transformers
 from xen_moe_jax.flax import load_hugging_face
 
@@ -47,6 +48,21 @@ CASES = [
 def test_equals_transformers(model_type, fields, tmp_path):
     compare_transformers.generate(model_type, tmp_path, **fields)
     assert compare_transformers.difference(tmp_path, layer=1) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    "model_type, fields",
+    [("deepseek_v3", {"hidden_size": 256, "moe_intermediate_size": 128}), ("gpt_oss", {"intermediate_size": 160})],
+)
+def test_equals_transformers_with_weights_as_they_are_shipped(model_type, fields, tmp_path):
+    """What transformers' own code dequantizes, and this library keeps: fp8 in blocks of 128 x 128, and MXFP4."""
+    compare_transformers.generate(model_type, tmp_path / "wide", **fields)
+    before = compare_transformers.difference(tmp_path / "wide", layer=1)
+    compare_transformers.quantize(tmp_path / "wide", tmp_path / "shipped", model_type)
+    kept = load_hugging_face(tmp_path / "shipped", 1, keep_quantised=True).weights
+    assert all(isinstance(kept[name], xm.QuantizedWeight) for name in ("gate", "up", "down"))
+    error = compare_transformers.difference(tmp_path / "wide", layer=1, shipped=tmp_path / "shipped")
+    assert before <= 1e-6 and error <= 1e-6
 
 
 def test_dense_layers_are_those_of_transformers(tmp_path):
