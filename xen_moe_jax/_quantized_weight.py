@@ -59,8 +59,8 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values and scales."""
-        return self.values.nbytes + self.scales.nbytes
+        """Bytes of values and scales, which may be shapes without arrays."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in (self.values, self.scales))
 
     @property
     def is_mxfp4(self) -> bool:

@@ -6,18 +6,20 @@
 // columns of its weight. Its product is computed transposed: the weights' columns are the 64 rows of a wgmma, whose
 // operand comes from registers, and the rows of the group are its 8 to 64 columns, whose operand lies in shared memory.
 //
-// Who does it: the last four warps of a block load. Every other warpgroup multiplies 64 columns of the tile. Blocks are
-// persistent; block b has tiles b, b + gridDim.x and so on. An element is widened as `QuantizedWeight.widen` does it:
-// float(value) * scale, rounded to bf16. Products are added up in ascending order, 16 at a time, in float32.
+// Who does it: one thread of the last warpgroup requests the loads (TMA). Every other warpgroup multiplies 64 columns
+// of the tile. Blocks are persistent; block b has tiles b, b + gridDim.x and so on. An element is widened as
+// `QuantizedWeight.widen` does it: float(value) * scale, rounded to bf16. Products are added up in ascending order, 16
+// at a time, in float32.
 //
 // Fragments: a wgmma of bf16 takes from thread 4 c + t of a warp the elements (2 t, 2 t + 1, 2 t + 8, 2 t + 9) of rows
 // c and c + 8. ldmatrix transposes units of two bytes, here two neighbouring columns of a weight. Therefore row c
 // stands for column 2 c, and row c + 8 for column 2 c + 1. In MXFP4 a byte has two elements along the depth; among 16
 // elements the even ones take the first eight places of the wgmma. The rows of the group come in that order.
 //
-// Who waits for whom: a stage's loads wait until all multiplying warps have released it (`released`); its use waits for
-// the loads of all 128 loading threads (`loaded`). Memory order: cp.async writes by the generic proxy, and wgmma reads
-// rows by the async proxy: each multiplying thread has a proxy fence between the barrier and its wgmma.
+// Who waits for whom: a stage's loads wait until all multiplying warps have released it (`released`); its use waits
+// until its bytes have arrived (`loaded`). Memory order: TMA writes and wgmma reads by the async proxy; ldmatrix reads
+// what the barrier has acquired. A warp releases a stage when its wgmma have read it.
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
@@ -30,34 +32,41 @@
 namespace xen_moe {
 namespace {
 
-constexpr int kTileRows = 64;                // rows of a group that a tile has at most
-constexpr int kLoaders = 128;                // threads
-constexpr int kStageDepth = 128;             // elements of the contracted dimension
-constexpr int kFp4Block = 32;                // elements along the depth with one exponent
-constexpr int kAtomBytes = kTileRows * 128;  // 64 rows of 128 bytes, swizzled
+constexpr int kTileRows = 64;     // rows of a group that a tile has at most
+constexpr int kLoaders = 128;     // threads, of which one requests loads
+constexpr int kFp4Block = 32;     // elements along the depth with one exponent
+constexpr int kStageDepth = 128;  // elements of the contracted dimension
+constexpr int kAtom = 128;        // bytes of a row of shared memory, whose 16-byte chunks are swizzled
+constexpr int kRowWidths = 4;     // 8, 16, 32 or 64 rows are loaded
 
 template <WeightFormat kOf, int kWarpgroups>
 struct Shape {
   static constexpr WeightFormat kFormat = kOf;
   static constexpr bool kFp4 = kFormat == WeightFormat::kMxfp4;
   static constexpr int kColumns = 64 * kWarpgroups;
-  static constexpr int kDepth = kStageDepth;
-  static constexpr int kByteRows = kFp4 ? kDepth / 2 : kDepth;
-  static constexpr int kPitch = kColumns + 16;  // bytes: eight rows of ldmatrix lie in different banks
-  static constexpr int kRowBytes = kDepth / 64 * kAtomBytes;
-  static constexpr int kWeightBytes = kByteRows * kPitch;
-  static constexpr int kScaleBytes = kFp4 ? kDepth / kFp4Block * kColumns : 0;
+  static constexpr int kByteRows = kFp4 ? kStageDepth / 2 : kStageDepth;
+  // A stage: rows in two atoms of 64 elements, weights in atoms of 128 columns, exponents.
+  static constexpr int kRowBytes = 2 * kTileRows * kAtom;
+  static constexpr int kWeightBytes = kByteRows * kColumns;
+  static constexpr int kScaleBytes = kFp4 ? kStageDepth / kFp4Block * kColumns : 0;
   static constexpr int kStageBytes = (kRowBytes + kWeightBytes + kScaleBytes + 1023) / 1024 * 1024;
-  static constexpr int kBlocks = 1;  // of one multiprocessor
-  static constexpr int kStages = (kBlocks == 1 ? 212 : 104) * 1024 / kStageBytes;
+  static constexpr int kStages = 216 * 1024 / kStageBytes;
   static constexpr int kThreads = 128 * kWarpgroups + kLoaders;
-  // of a thread, out of 96 and 80 that a block of this size may have at its launch
-  static constexpr int kLoadRegisters = kWarpgroups == 4 ? 64 : kWarpgroups == 3 ? 80 : 88;
-  static constexpr int kMultiplyRegisters = kWarpgroups == 4 ? 104 : kWarpgroups == 3 ? 144 : 208;
+  // Registers of a thread. They add up to what a block of this size has at its launch, 96 or 168 for each.
+  static constexpr int kLoadRegisters = kWarpgroups == 4 ? 64 : 88;
+  static constexpr int kMultiplyRegisters = kWarpgroups == 4 ? 104 : 208;
   // Steps of 16 elements whose wgmma are issued together: as many as registers allow.
   template <int kRows>
-  static constexpr int kSteps = (kWarpgroups == 4 ? 2 : 4) / (kRows == 64 && kWarpgroups > 2 ? 2 : 1);
+  static constexpr int kSteps = kWarpgroups < 4 ? 4
+                                : kRows == 64   ? 1
+                                                : 2;
   static constexpr int kSharedBytes = kStages * kStageBytes + 1024;  // 1024: stages begin at multiples of 1024
+};
+
+// The operands as TMA reads them; past their ends it reads zeros.
+struct Maps {
+  CUtensorMap rows[kRowWidths];  // 64 elements of 8, 16, 32 or 64 rows
+  CUtensorMap values[kMaxWeightMatrices], exponents[kMaxWeightMatrices];
 };
 
 struct Tile {
@@ -101,18 +110,27 @@ __device__ __forceinline__ void Await(const uint64_t* barrier, uint32_t phase) {
 __device__ __forceinline__ void Arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
 }
-// Arrives when this thread's copies up to here have arrived.
-__device__ __forceinline__ void ArriveAfterCopies(uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SharedAddress(barrier)) : "memory");
-}
-// Copies 16 bytes, or writes 16 zeros.
-__device__ __forceinline__ void Copy16(uint32_t to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
+__device__ __forceinline__ void ExpectBytes(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(bytes)
                : "memory");
 }
-// Loads units of eight rows of 16 bytes; `from`: this lane's row among the first 32, whose distance is `pitch`.
+__device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uint64_t* barrier, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          to),
+      "l"(map), "r"(SharedAddress(barrier)), "r"(x), "r"(y)
+      : "memory");
+}
+__device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uint64_t* barrier, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
+          "r"(to),
+      "l"(map), "r"(SharedAddress(barrier)), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+// Loads units of eight rows of 16 bytes; `from`: this lane's chunk of a row among the first 32.
 template <int kUnits>
-__device__ __forceinline__ void LoadTransposed(uint32_t (&to)[kUnits], uint32_t from, int pitch) {
+__device__ __forceinline__ void LoadTransposed(uint32_t (&to)[kUnits], uint32_t from) {
   if constexpr (kUnits == 1) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];" : "=r"(to[0]) : "r"(from) : "memory");
   } else if constexpr (kUnits == 2) {  // the rows of lanes 16 to 31 are not read
@@ -125,7 +143,7 @@ __device__ __forceinline__ void LoadTransposed(uint32_t (&to)[kUnits], uint32_t 
     for (int i = 0; i < kUnits; i += 4) {
       asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                    : "=r"(to[i]), "=r"(to[i + 1]), "=r"(to[i + 2]), "=r"(to[i + 3])
-                   : "r"(from + 8 * i * pitch)
+                   : "r"(from + 8 * i * kAtom)
                    : "memory");
     }
   }
@@ -294,50 +312,31 @@ struct BlockScales {
   }
 };
 
-// Rows that are multiplied for a tile of `count`: a width that wgmma is compiled for here.
-__device__ __forceinline__ int PaddedRows(int count) {
-  return count <= 8 ? 8 : count <= 16 ? 16 : count <= 32 ? 32 : 64;
-}
+// Number of the width of rows that are loaded and multiplied for a tile of `count` rows: 8, 16, 32 or 64.
+__device__ __forceinline__ int RowWidth(int count) { return count <= 8 ? 0 : count <= 16 ? 1 : count <= 32 ? 2 : 3; }
 
-// Copies a tile's stages, one after the other: this thread's share of them.
+// Requests a tile's stages, one after the other.
 template <class S>
-__device__ __forceinline__ void Load(const QuantizedRowsParams& p, const Tile& tile, char* stages, uint64_t* loaded,
-                                     const uint64_t* released, Slot& slot, int padded_rows) {
-  constexpr int kChunks = S::kColumns / 16;  // of a row of bytes
-  constexpr int kRowChunks = S::kDepth / 8;  // of a row of the group
-  const int thread = threadIdx.x - (S::kThreads - kLoaders);
-  const int byte_rows = S::kFp4 ? p.depth / 2 : p.depth;
-  const QuantizedMatrix& m = p.matrices[tile.matrix];
-  const uint8_t* values = m.values + static_cast<int64_t>(tile.group) * byte_rows * p.columns + tile.column;
-  const auto* rows = static_cast<const __nv_bfloat16*>(p.rows) + static_cast<int64_t>(tile.row) * p.depth;
-  const auto* exponents = static_cast<const uint8_t*>(m.scales) +
-                          static_cast<int64_t>(tile.group) * (p.depth / kFp4Block) * p.columns + tile.column;
-  for (int depth = 0; depth < p.depth; depth += S::kDepth) {
+__device__ __forceinline__ void Load(const QuantizedRowsParams& p, const Maps& maps, const Tile& tile, char* stages,
+                                     uint64_t* loaded, const uint64_t* released, Slot& slot) {
+  const int width = RowWidth(tile.count), row_bytes = (8 << width) * kAtom;
+  for (int depth = 0; depth < p.depth; depth += kStageDepth) {
     Await(&released[slot.index], slot.phase ^ 1);
+    uint64_t* barrier = &loaded[slot.index];
     const uint32_t stage = SharedAddress(stages + slot.index * S::kStageBytes);
-    const int first = S::kFp4 ? depth / 2 : depth;
-#pragma unroll 8
-    for (int i = thread; i < S::kByteRows * kChunks; i += kLoaders) {
-      const int row = i / kChunks, at = 16 * (i % kChunks);
-      const bool valid = tile.column + at < p.columns && first + row < byte_rows;
-      const uint8_t* from = values + static_cast<int64_t>(first + row) * p.columns + at;
-      Copy16(stage + S::kRowBytes + row * S::kPitch + at, valid ? from : m.values, valid);
-    }
-    for (int i = thread; i < padded_rows * kRowChunks; i += kLoaders) {
-      const int row = i / kRowChunks, at = i % kRowChunks;
-      const bool valid = row < tile.count && depth + 8 * at < p.depth;
-      const auto* from = rows + static_cast<int64_t>(row) * p.depth + depth + 8 * at;
-      Copy16(stage + at / 8 * kAtomBytes + row * 128 + ((at ^ row) & 7) * 16, valid ? from : p.rows, valid);
+    ExpectBytes(barrier, 2 * row_bytes + S::kWeightBytes + S::kScaleBytes);
+    const int byte_row = S::kFp4 ? depth / 2 : depth;
+#pragma unroll
+    for (int at = 0; at < S::kColumns; at += kAtom) {
+      LoadBox(stage + S::kRowBytes + at * S::kByteRows, &maps.values[tile.matrix], barrier, tile.column + at, byte_row,
+              tile.group);
     }
     if constexpr (S::kFp4) {
-      if (thread < S::kDepth / kFp4Block * kChunks) {
-        const int row = thread / kChunks, at = 16 * (thread % kChunks);
-        const bool valid = tile.column + at < p.columns && depth / kFp4Block + row < p.depth / kFp4Block;
-        const uint8_t* from = exponents + static_cast<int64_t>(depth / kFp4Block + row) * p.columns + at;
-        Copy16(stage + S::kRowBytes + S::kWeightBytes + row * S::kColumns + at, valid ? from : m.values, valid);
-      }
+      LoadBox(stage + S::kRowBytes + S::kWeightBytes, &maps.exponents[tile.matrix], barrier, tile.column,
+              depth / kFp4Block, tile.group);
     }
-    ArriveAfterCopies(&loaded[slot.index]);
+    LoadBox(stage, &maps.rows[width], barrier, depth, tile.row);
+    LoadBox(stage + kTileRows * kAtom, &maps.rows[width], barrier, depth + 64, tile.row);
     slot.Next(S::kStages);
   }
 }
@@ -348,8 +347,7 @@ __device__ __forceinline__ void WidenSteps(const char* stage, uint32_t weights_a
                                            BlockScales* scales, int block_rows, uint32_t (&a)[kSteps][4]) {
   constexpr int kUnits = S::kFp4 ? kSteps : 2 * kSteps;  // of eight rows of bytes
   uint32_t bytes[kUnits];
-  const uint32_t at = SharedAddress(stage) + weights_at + first * (S::kFp4 ? 8 : 16) * S::kPitch;
-  LoadTransposed(bytes, at, S::kPitch);
+  LoadTransposed(bytes, SharedAddress(stage) + weights_at + first * (S::kFp4 ? 8 : 16) * kAtom);
   if constexpr (S::kFp4) {
     constexpr int kBlocks = (kSteps * 16 + kFp4Block - 1) / kFp4Block;
     const char* exponents = stage + S::kRowBytes + S::kWeightBytes + first * 16 / kFp4Block * S::kColumns + own;
@@ -380,12 +378,13 @@ __device__ __forceinline__ void WidenSteps(const char* stage, uint32_t weights_a
 template <class S, int kN>
 __device__ __forceinline__ void MultiplyTile(const QuantizedRowsParams& p, const Tile& tile, const char* stages,
                                              const uint64_t* loaded, uint64_t* released, Slot& slot) {
-  constexpr int kSteps = S::template kSteps<kN>, kGroups = S::kDepth / 16 / kSteps;
+  constexpr int kSteps = S::template kSteps<kN>, kGroups = kStageDepth / 16 / kSteps;
   static_assert(kGroups % 2 == 0, "the registers of a group are known at compile time");
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   const int columns_at = 16 * warp;             // 64 columns a warpgroup, 16 a warp
   const int own = columns_at + 2 * (lane / 4);  // the first of this thread's two columns
-  const uint32_t weights_at = S::kRowBytes + lane * S::kPitch + columns_at;
+  // Of an atom, the 16-byte chunk of this warp's columns: chunks of a row are swizzled by its number.
+  const uint32_t weights_at = S::kRowBytes + warp / 8 * kAtom * S::kByteRows + lane * kAtom + ((warp ^ lane) & 7) * 16;
   const QuantizedMatrix& m = p.matrices[tile.matrix];
   float sums[kN / 2];
 #pragma unroll
@@ -393,10 +392,9 @@ __device__ __forceinline__ void MultiplyTile(const QuantizedRowsParams& p, const
   BlockScales scales(p, static_cast<const float*>(m.scales), tile.group, tile.column + own);
   uint64_t* before = nullptr;
   uint32_t a[2][kSteps][4];
-  for (int depth = 0; depth < p.depth; depth += S::kDepth) {
+  for (int depth = 0; depth < p.depth; depth += kStageDepth) {
     Await(&loaded[slot.index], slot.phase);
     const char* stage = stages + slot.index * S::kStageBytes;
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     const uint64_t rows = RowsDescriptor(SharedAddress(stage));
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
@@ -405,7 +403,7 @@ __device__ __forceinline__ void MultiplyTile(const QuantizedRowsParams& p, const
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         const int step = group * kSteps + i;
-        Multiply(sums, a[group & 1][i], rows + step / 4 * (kAtomBytes >> 4) + step % 4 * 2);
+        Multiply(sums, a[group & 1][i], rows + step / 4 * (kTileRows * kAtom >> 4) + step % 4 * 2);
       }
       CommitMultiplication();
       AwaitMultiplications<1>();  // those of the group before have read their registers, and their stage
@@ -475,8 +473,8 @@ __device__ __forceinline__ Tile TileAt(const QuantizedRowsParams& p, const Group
 #endif  // XEN_MOE_HOPPER
 
 template <WeightFormat kFormat, int kWarpgroups>
-__global__ void __launch_bounds__(Shape<kFormat, kWarpgroups>::kThreads, Shape<kFormat, kWarpgroups>::kBlocks)
-    QuantizedRowsKernel(const __grid_constant__ QuantizedRowsParams p) {
+__global__ void __launch_bounds__(Shape<kFormat, kWarpgroups>::kThreads, 1)
+    QuantizedRowsKernel(const __grid_constant__ QuantizedRowsParams p, const __grid_constant__ Maps maps) {
 #ifdef XEN_MOE_HOPPER
   using S = Shape<kFormat, kWarpgroups>;
   extern __shared__ char dynamic[];
@@ -485,7 +483,7 @@ __global__ void __launch_bounds__(Shape<kFormat, kWarpgroups>::kThreads, Shape<k
   char* stages = dynamic + (-SharedAddress(dynamic) & 1023);
   if (threadIdx.x < 32) CountTiles(p, &groups);
   if (threadIdx.x == 32) {
-    for (int i = 0; i < S::kStages; ++i) InitBarrier(&loaded[i], kLoaders), InitBarrier(&released[i], 4 * kWarpgroups);
+    for (int i = 0; i < S::kStages; ++i) InitBarrier(&loaded[i], 1), InitBarrier(&released[i], 4 * kWarpgroups);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
@@ -494,22 +492,23 @@ __global__ void __launch_bounds__(Shape<kFormat, kWarpgroups>::kThreads, Shape<k
   Slot slot;
   if (threadIdx.x >= S::kThreads - kLoaders) {
     LeaveRegisters<S::kLoadRegisters>();
-    for (int number = blockIdx.x; number < tiles; number += gridDim.x) {
-      const Tile tile = TileAt(p, groups, number, S::kColumns);
-      Load<S>(p, tile, stages, loaded, released, slot, PaddedRows(tile.count));
+    if (threadIdx.x == S::kThreads - kLoaders) {
+      for (int number = blockIdx.x; number < tiles; number += gridDim.x) {
+        Load<S>(p, maps, TileAt(p, groups, number, S::kColumns), stages, loaded, released, slot);
+      }
     }
   } else {
     TakeRegisters<S::kMultiplyRegisters>();
     for (int number = blockIdx.x; number < tiles; number += gridDim.x) {
       const Tile tile = TileAt(p, groups, number, S::kColumns);
-      switch (PaddedRows(tile.count)) {
-        case 8:
+      switch (RowWidth(tile.count)) {
+        case 0:
           MultiplyTile<S, 8>(p, tile, stages, loaded, released, slot);
           break;
-        case 16:
+        case 1:
           MultiplyTile<S, 16>(p, tile, stages, loaded, released, slot);
           break;
-        case 32:
+        case 2:
           MultiplyTile<S, 32>(p, tile, stages, loaded, released, slot);
           break;
         default:
@@ -520,30 +519,77 @@ __global__ void __launch_bounds__(Shape<kFormat, kWarpgroups>::kThreads, Shape<k
 #endif
 }
 
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+// Returns null where the driver has no such function.
+Encode EncodeFunction() {
+  static const Encode function = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    const int e = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+    return e == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(found) : nullptr;
+  }();
+  return function;
+}
+
+// Describes `data [sizes]` of elements of `bytes` bytes, the innermost dimension first, and the box of one load.
+template <int kRank>
+bool Describe(CUtensorMap* map, const void* data, int bytes, const uint64_t (&sizes)[kRank],
+              const uint32_t (&box)[kRank], bool swizzled) {
+  uint64_t strides[kRank - 1];
+  uint32_t ones[kRank];
+  for (int i = 0; i < kRank; ++i) ones[i] = 1;
+  for (int i = 0; i < kRank - 1; ++i) strides[i] = (i ? strides[i - 1] : bytes) * sizes[i];
+  const auto type = bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  const auto swizzle = swizzled ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE;
+  return EncodeFunction()(map, type, kRank, const_cast<void*>(data), sizes, strides, box, ones,
+                          CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+template <class S>
+bool DescribeAll(const QuantizedRowsParams& p, Maps* maps) {
+  const uint64_t columns = p.columns, depth = p.depth, groups = p.groups, byte_rows = S::kFp4 ? depth / 2 : depth;
+  for (int i = 0; i < kRowWidths; ++i) {
+    const uint32_t box[] = {64, 8u << i};
+    if (!Describe(&maps->rows[i], p.rows, 2, {depth, static_cast<uint64_t>(p.capacity)}, box, true)) return false;
+  }
+  for (int i = 0; i < p.num_matrices; ++i) {
+    const QuantizedMatrix& m = p.matrices[i];
+    const uint32_t box[] = {kAtom, S::kByteRows, 1}, of_exponents[] = {S::kColumns, kStageDepth / kFp4Block, 1};
+    if (!Describe(&maps->values[i], m.values, 1, {columns, byte_rows, groups}, box, true)) return false;
+    if (S::kFp4 &&
+        !Describe(&maps->exponents[i], m.scales, 1, {columns, depth / kFp4Block, groups}, of_exponents, false)) {
+      return false;
+    }
+  }
+  return true;
+}
+
 template <WeightFormat kFormat, int kWarpgroups>
 int LaunchShape(const QuantizedRowsParams& p, int multiprocessors, cudaStream_t stream) {
   using S = Shape<kFormat, kWarpgroups>;
   const auto kernel = QuantizedRowsKernel<kFormat, kWarpgroups>;
   if (int e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes)) return e;
+  Maps maps{};
+  if (!EncodeFunction()) return cudaErrorNotSupported;
+  if (!DescribeAll<S>(p, &maps)) return cudaErrorInvalidValue;
   const int64_t across = (p.columns + S::kColumns - 1) / S::kColumns * p.num_matrices;
   const int64_t most = across * (std::min(p.groups, p.capacity) + p.capacity / kTileRows);
-  const int64_t blocks = std::min<int64_t>(most, static_cast<int64_t>(S::kBlocks) * multiprocessors);
-  kernel<<<static_cast<unsigned>(blocks), S::kThreads, S::kSharedBytes, stream>>>(p);
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(most, multiprocessors));
+  kernel<<<blocks, S::kThreads, S::kSharedBytes, stream>>>(p, maps);
   return cudaGetLastError();
 }
 
 template <WeightFormat kFormat>
 int LaunchFormat(const QuantizedRowsParams& p, int multiprocessors, cudaStream_t stream) {
-  // Wide tiles read the rows less often; narrow ones spread few groups over all multiprocessors.
-  const auto tiles = [&](int width) {
-    return static_cast<int64_t>((p.columns + width - 1) / width) * p.num_matrices * p.groups;
-  };
+  // Wide tiles read the rows half as often; narrow ones spread few groups over all multiprocessors.
+  const int64_t wide = static_cast<int64_t>((p.columns + 255) / 256) * p.num_matrices * p.groups;
 #ifdef XEN_Q34
   return LaunchShape<kFormat, XEN_Q34>(p, multiprocessors, stream);
 #endif
-  if (tiles(256) < 2 * multiprocessors) return LaunchShape<kFormat, 2>(p, multiprocessors, stream);
-  return tiles(192) * 192 < tiles(256) * 256 ? LaunchShape<kFormat, 3>(p, multiprocessors, stream)
-                                             : LaunchShape<kFormat, 4>(p, multiprocessors, stream);
+  return wide >= multiprocessors ? LaunchShape<kFormat, 4>(p, multiprocessors, stream)
+                                 : LaunchShape<kFormat, 2>(p, multiprocessors, stream);
 }
 
 }  // namespace

@@ -3,12 +3,15 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.support import ROOT
 
 pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
 
+import xen_moe_jax as xm
 from tests.support.layers import CONFIG
 from xen_moe_jax import cli
 from xen_moe_jax.flax import memory
@@ -71,13 +74,33 @@ def test_slots_of_a_placement_are_counted_as_experts():
     assert memory.chunk_rows(dataclasses.replace(config, num_slots=12), T, R) == R * T * 3
 
 
+def test_weights_are_counted_as_they_are_loaded():
+    """The bytes of arrays of these shapes; few rows are multiplied by a kernel where it takes the shapes."""
+    config = dataclasses.replace(WIDE, intermediate_size=96)
+    entries = {entry.name: entry for entry in memory.weight_formats(config, R)}
+    local, wide = config.num_experts // R, 3 * 2 * H * 96
+    assert entries["bfloat16"] == memory.WeightsEntry("bfloat16", local * wide, 0, 0)
+    blocks = entries["float8_e4m3fn in blocks of 128 x 128"]
+    weights = [
+        xm.QuantizedWeight(
+            np.zeros((local, *shape), jnp.float8_e4m3fn), np.zeros((local, *scales), np.float32), (128, 128)
+        )
+        for shape, scales in (((H, 96), (2, 1)), ((H, 96), (2, 1)), ((96, H), (1, 2)))
+    ]
+    assert blocks.nbytes == sum(weight.nbytes for weight in weights)
+    assert (blocks.few_rows, blocks.more_rows) == (0, local * 2 * 2 * H * 96)
+    assert entries["MXFP4"].nbytes == local * 3 * H * 96 * (16 + 1) // 32
+    odd = {entry.name: entry for entry in memory.weight_formats(dataclasses.replace(config, intermediate_size=40), R)}
+    assert "MXFP4" not in odd and odd["int8, a scale a channel"].few_rows == local * 2 * 2 * H * 40
+
+
 def test_the_page_quotes_the_command(capsys):
     assert cli.main(["memory"]) == 0
     printed = capsys.readouterr().out
     assert "| no capacity | 131072 |" in printed
     assert printed.count("| rows that came | bfloat16[131072, 4096] | 1024.00 | 256.00 | 320.00 | 80.00 |") == 1
     if jax.__version__ == "0.11.2":  # the arrays that jax.vjp keeps beside the rows differ between versions
-        plans, _, kept_arrays, _ = printed.strip().split("\n\n")
+        plans, _, kept_arrays, _, _ = printed.strip().split("\n\n")
         assert f"{plans}\n\n" in PAGE.read_text() and "2 x bfloat16[131072, 4096]" in kept_arrays
 
 

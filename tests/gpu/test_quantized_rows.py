@@ -82,6 +82,18 @@ def test_bits_of_the_widened_weights(name):
     np.testing.assert_array_equal(np.asarray(out[:used], np.float32), np.asarray(others[:used], np.float32))
 
 
+@pytest.mark.parametrize("name", ["fp8 blocks", "MXFP4"])
+def test_a_row_that_is_not_finite_reaches_no_other(name):
+    sizes = SIZES["8 to 64"]
+    rows, weight, group_sizes = operands(name, sizes, 256, 512)
+    broken = rows.copy()
+    broken[3, 100], broken[90, 7] = np.nan, np.inf
+    clean, found = (np.asarray(products(r, weight, group_sizes)[0], np.float32) for r in (rows, broken))
+    others = ~np.isin(np.arange(CAPACITY), (3, 90)) & (np.arange(CAPACITY) < sum(sizes))
+    np.testing.assert_array_equal(found[others], clean[others])
+    assert np.isnan(found[3]).all() and not np.isfinite(found[90]).any()
+
+
 @pytest.mark.parametrize("exponent", [0, 1, 127, 128, 129, 200, 252, 255])
 def test_every_exponent_of_mxfp4(exponent):
     """Rows with a single one read the weight itself: the bits of `widen`, NaN for 255."""

@@ -2,7 +2,8 @@
 
 Nothing runs and no accelerator is needed: shapes come from the layer itself, traced for the given number of ranks. The
 backward pass keeps the arrays that `jax.vjp` of the layer holds; weights, tokens and gradients are the caller's and are
-left out. XLA may keep less, by fusing, and needs work space of its own.
+left out, but for a table of the experts' weights in the formats in which they are shipped. XLA may keep less, by
+fusing, and needs work space of its own.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from xen_moe_jax import _validate
 from xen_moe_jax._command_line import Parser
+from xen_moe_jax._quantized_weight import MXFP4_BLOCK, QuantizedWeight
 from xen_moe_jax._spec import exact_capacity, worst_case_capacity
-from xen_moe_jax.experts import grouped_matmul
+from xen_moe_jax.experts import grouped_matmul, hopper, quantized
 from xen_moe_jax.flax._chunks import Chunk, through_experts
 from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._parameters import ROUTER_PARAMETERS, parameter_table
@@ -128,6 +130,58 @@ def kept_buffers(config: MoEConfig, num_tokens: int, num_ranks: int, dtype: Any 
     return [MemoryEntry("kept", shape, name, count) for (shape, name), count in sorted(counts.items(), key=str)]
 
 
+@dataclasses.dataclass(frozen=True)
+class WeightsEntry:
+    """One line of the table of weights: bytes of a rank's experts in a format, and of the copies that multiply them.
+
+    Attributes:
+      few_rows, more_rows: bytes of the widened copy that is made on a Hopper GPU in front of a matmul, at most, with up
+        to 64 rows an expert and with more.
+    """
+
+    name: str
+    nbytes: int
+    few_rows: int
+    more_rows: int
+
+
+BLOCKS = {
+    "float8_e4m3fn in blocks of 128 x 128": ("float8_e4m3fn", (128, 128)),
+    "int8, a scale a channel": ("int8", None),
+    "MXFP4": ("uint8", (MXFP4_BLOCK, 1)),
+}
+"""Formats of kept weights: dtype of the values, and the block of a scale, None for a whole column."""
+
+
+def weight_formats(config: MoEConfig, num_ranks: int, dtype: Any = jnp.bfloat16) -> list[WeightsEntry]:
+    """Bytes of the matrices of one rank's experts, in `dtype` and in every format that `keep_quantised=True` keeps."""
+    dtype, local = jnp.dtype(config.dtype or dtype), rank_slots(config, num_ranks)
+    hidden, width = config.hidden_size, config.intermediate_size
+    first, last = (local, hidden, width), (local, width, hidden)
+    matrices = [[first] * (2 if config.gated else 1), [last]]
+    sizes = [sum(math.prod(shape) for shape in shapes) * dtype.itemsize for shapes in matrices]
+    entries = [WeightsEntry(dtype.name, sum(sizes), 0, 0)]
+    for name, (values, block) in BLOCKS.items():
+        if values == "uint8" and (hidden % MXFP4_BLOCK or width % MXFP4_BLOCK):
+            continue  # blocks divide the weight
+        nbytes, few = 0, 0
+        for shapes, size in zip(matrices, sizes, strict=True):
+            given = [_shapes_of(shape, values, block or (shape[1], 1)) for shape in shapes]
+            nbytes += sum(weight.nbytes for weight in given)
+            rows = jax.ShapeDtypeStruct((hopper.FEW_ROWS * local, shapes[0][1]), dtype)
+            few = max(few, 0 if quantized.why_not(rows, given) is None else size)
+        entries.append(WeightsEntry(name, nbytes, few, max(sizes)))
+    return entries
+
+
+def _shapes_of(shape: tuple[int, ...], values: str, block: tuple[int, int]) -> QuantizedWeight:
+    """Returns a weight of `shape` without arrays."""
+    scales = "uint8" if values == "uint8" else "float32"
+    empty = QuantizedWeight(jax.ShapeDtypeStruct(shape, values), None, block)
+    of_values, of_scales = empty.part_shapes(shape)
+    return QuantizedWeight(jax.ShapeDtypeStruct(of_values, values), jax.ShapeDtypeStruct(of_scales, scales), block)
+
+
 def total(buffers: Iterable[MemoryEntry]) -> int:
     """Bytes of all entries."""
     return sum(buffer.nbytes for buffer in buffers)
@@ -152,8 +206,8 @@ BUFFER_PLANS = ("no capacity", "no capacity, 4 chunks", "capacity 1.25", "capaci
 
 
 def render(config: MoEConfig, num_tokens: int, num_ranks: int, dtype: Any = jnp.bfloat16) -> str:
-    """Three tables in Markdown for one rank and one layer: sums, every buffer of the forward pass, the arrays that are
-    kept."""
+    """Four tables in Markdown for one rank and one layer: sums, every buffer of the forward pass, the arrays that are
+    kept, and the experts' weights in every format."""
     plans = {name: dataclasses.replace(config, **changes) for name, changes in PLANS.items()}
     forward = {name: forward_buffers(plan, num_tokens, num_ranks, dtype) for name, plan in plans.items()}
     kept = {name: kept_buffers(plan, num_tokens, num_ranks, dtype) for name, plan in plans.items()}
@@ -174,6 +228,10 @@ def render(config: MoEConfig, num_tokens: int, num_ranks: int, dtype: Any = jnp.
         large = sorted((b for b in buffers if 100 * b.nbytes >= total(buffers)), key=lambda b: -b.nbytes)
         rest = (total(buffers) - total(large)) / 2**20
         lines.append(f"| {name} | {', '.join(map(described, large))} | {rest:.2f} |")
+    lines += ["", "| a rank's experts in | MiB | copied to be widened, few rows | more rows |", "|---|---:|---:|---:|"]
+    for entry in weight_formats(config, num_ranks, dtype):
+        sizes = (f"{size / 2**20:.1f}" for size in (entry.nbytes, entry.few_rows, entry.more_rows))
+        lines.append(f"| {entry.name} | {' | '.join(sizes)} |")
     local = -(-config.num_experts // num_ranks)
     answer = grouped_matmul.on_hopper(config.hidden_size, config.intermediate_size, config.dtype or dtype, local)
     lines += ["", f"On a Hopper GPU: {answer.detail}."]
