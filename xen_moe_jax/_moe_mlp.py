@@ -16,12 +16,12 @@ from xen_moe_jax._api import dispatch
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._numbers import as_bool
 from xen_moe_jax._placement import Placement
-from xen_moe_jax._quantized_weight import QuantizedWeight, check_format, without_gradient
+from xen_moe_jax._quantized_weight import QuantizedWeight, adopted, check_format, without_gradient
 from xen_moe_jax._replicated import combine_replicated, dispatch_replicated
 from xen_moe_jax._types import BlockScaled, MoEMLPInfo, Routed
 from xen_moe_jax.experts import float8, gathered, tpu_decode, tpu_decode_layer
 from xen_moe_jax.experts.arrived import Way, dispatch_quantized
-from xen_moe_jax.experts.combined import Return, experts_and_combine, run_experts
+from xen_moe_jax.experts.combined import Return, experts_and_combine, run_experts, sent_as
 from xen_moe_jax.experts.function import ACTIVATIONS, APPLY_WEIGHTS_TO, GROUPED_MATMULS, ExpertFunction
 
 CALLER = "moe_mlp"
@@ -77,7 +77,8 @@ def moe_mlp(
       x: `[T, H]`, or `[..., H]`, float32, bfloat16 or float16: this rank's tokens, as in `dispatch`.
       topk_idx, topk_weights: `[T, K]`, as in `dispatch`.
       gate, up: `[L, H, F]` of the dtype of `x`, this rank's experts, `L = ceil(num_experts / R)`; `gate` is None for
-        activations with one projection. A `QuantizedWeight` in place of an array is widened where it is multiplied by.
+        activations with one projection. A `QuantizedWeight` in place of an array, or a `qwix.QArray` of its formats, is
+        widened where it is multiplied by.
       down: `[L, F, H]`.
       num_experts, axis_name: as in `dispatch`.
       activation: with `gate`: "swiglu" (arXiv:2002.05202), "geglu", or "clipped_swiglu" (gpt-oss:
@@ -92,7 +93,9 @@ def moe_mlp(
         MLP with rows, weights and cotangents quantized in front of each matmul, as `MoEConfig.expert_dtype`; rows that
         travelled in fp8 are multiplied as they arrived.
       grouped_matmul: "auto" (the fastest one), "ragged_dot" (the only one with forward mode and second derivatives),
-        "tokamax", "hopper", or a function `(rows [C, A], weights [L, A, B], group_sizes [L]) -> [C, B]`.
+        "tokamax", "hopper", or a function `(rows [C, A], weights [L, A, B], group_sizes [L]) -> [C, B]`. It, or
+        `experts`, gets the rows of an fp8 or int8 `wire` as they arrive, as a `BlockScaled`, if it has a true attribute
+        `takes_block_scaled`, except with apply_weights_to="input". There is no gradient then.
       layout: "grouped", or "padded" (batched matmuls over `[L, R*T, H]`).
       capacity, alignment, drop, wire, gradient_wire, active: as in `dispatch`.
       combine_wire: the `wire` of the combine.
@@ -171,6 +174,7 @@ def moe_mlp(
             return (out, _info(routed)) if return_info else out
         arriving = float8.wire_of_rows(function, wire)
         if arriving is None:
+            x, sending["wire"] = sent_as(function, x, wire)
             routed = dispatch(x, topk_idx, topk_weights, **routing, **sending, config=config)
         else:
             del sending["wire"], sending["gradient_wire"]
@@ -308,6 +312,7 @@ def _weights(
 
 
 def _array(name: str, array: Any) -> Any:
+    array = adopted(f"{CALLER}: {name}", array)
     if isinstance(array, QuantizedWeight):
         check_format(f"{CALLER}: {name}", array)
         return without_gradient(array)

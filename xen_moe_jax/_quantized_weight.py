@@ -95,6 +95,25 @@ def widened(weight: Any, dtype: Any) -> Any:
     return weight.widen(dtype) if isinstance(weight, QuantizedWeight) else weight
 
 
+def adopted(name: str, weight: Any) -> Any:
+    """Returns a weight that qwix has quantized, a `QArray` or a parameter around one, as a `QuantizedWeight`; anything
+    else as it is.
+
+    Raises:
+      ValueError: it has zero points, or experts share a scale.
+    """
+    weight = weight.array if hasattr(weight, "how") and hasattr(weight, "array") else weight  # a PTQ parameter
+    if not all(hasattr(weight, field) for field in ("qvalue", "scale", "zero_point")):
+        return weight
+    if weight.zero_point is not None:
+        raise ValueError(f"{name} has zero points: quantize it with weight_calibration_method='absmax'")
+    *before, depth, columns = weight.qvalue.shape
+    *of_experts, rows, beside = weight.scale.shape
+    if of_experts != before:
+        raise ValueError(f"{name} has scales {weight.scale.shape}: must be one or more for each expert, {before}")
+    return QuantizedWeight(weight.qvalue, weight.scale.astype(jnp.float32), (depth // rows, columns // beside))
+
+
 def check_format(name: str, weight: QuantizedWeight) -> None:
     """Raises TypeError or ValueError unless dtypes, shapes and block of the weight belong to one format."""
     values, scales = (f"{a.dtype}{list(a.shape)}" for a in (weight.values, weight.scales))

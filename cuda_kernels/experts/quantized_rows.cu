@@ -2,8 +2,8 @@
 // scales of blocks, or MXFP4. For few rows a group, where the time is that of reading the weights.
 //
 // What moves: weights and rows from global memory into a ring of stages in shared memory; weights from there into
-// registers, where they become bf16; sums back to global memory. A tile is up to 64 rows of one group and 128 or 256
-// columns of its weight. Its product is computed transposed: the weights' columns are the 64 rows of a wgmma, whose
+// registers, where they become bf16; sums back to global memory. A tile is up to 64 rows of one group and 256 columns
+// of its weight. Its product is computed transposed: the weights' columns are the 64 rows of a wgmma, whose
 // operand comes from registers, and the rows of the group are its 8 to 64 columns, whose operand lies in shared memory.
 //
 // Who does it: one thread of the last warpgroup requests the loads (TMA). Every other warpgroup multiplies 64 columns
@@ -32,18 +32,22 @@
 namespace xen_moe {
 namespace {
 
-constexpr int kTileRows = 64;     // rows of a group that a tile has at most
-constexpr int kLoaders = 128;     // threads, of which one requests loads
+constexpr int kTileRows = 64;   // rows of a group that a tile has at most
+constexpr int kWarpgroups = 4;  // that multiply, 64 columns each
+constexpr int kColumns = 64 * kWarpgroups;
+constexpr int kLoaders = 128;  // threads, of which one requests loads
+constexpr int kThreads = 128 * kWarpgroups + kLoaders;
+// Registers of a thread. They add up to what a block of this size has at its launch, 96 for each.
+constexpr int kLoadRegisters = 64, kMultiplyRegisters = 104;
 constexpr int kFp4Block = 32;     // elements along the depth with one exponent
 constexpr int kStageDepth = 128;  // elements of the contracted dimension
 constexpr int kAtom = 128;        // bytes of a row of shared memory, whose 16-byte chunks are swizzled
 constexpr int kRowWidths = 4;     // 8, 16, 32 or 64 rows are loaded
 
-template <WeightFormat kOf, int kWarpgroups>
+template <WeightFormat kOf>
 struct Shape {
   static constexpr WeightFormat kFormat = kOf;
   static constexpr bool kFp4 = kFormat == WeightFormat::kMxfp4;
-  static constexpr int kColumns = 64 * kWarpgroups;
   static constexpr int kByteRows = kFp4 ? kStageDepth / 2 : kStageDepth;
   // A stage: rows in two atoms of 64 elements, weights in atoms of 128 columns, exponents.
   static constexpr int kRowBytes = 2 * kTileRows * kAtom;
@@ -51,15 +55,6 @@ struct Shape {
   static constexpr int kScaleBytes = kFp4 ? kStageDepth / kFp4Block * kColumns : 0;
   static constexpr int kStageBytes = (kRowBytes + kWeightBytes + kScaleBytes + 1023) / 1024 * 1024;
   static constexpr int kStages = 216 * 1024 / kStageBytes;
-  static constexpr int kThreads = 128 * kWarpgroups + kLoaders;
-  // Registers of a thread. They add up to what a block of this size has at its launch, 96 or 168 for each.
-  static constexpr int kLoadRegisters = kWarpgroups == 4 ? 64 : 88;
-  static constexpr int kMultiplyRegisters = kWarpgroups == 4 ? 104 : 208;
-  // Steps of 16 elements whose wgmma are issued together: as many as registers allow.
-  template <int kRows>
-  static constexpr int kSteps = kWarpgroups < 4 ? 4
-                                : kRows == 64   ? 1
-                                                : 2;
   static constexpr int kSharedBytes = kStages * kStageBytes + 1024;  // 1024: stages begin at multiples of 1024
 };
 
@@ -327,7 +322,7 @@ __device__ __forceinline__ void Load(const QuantizedRowsParams& p, const Maps& m
     ExpectBytes(barrier, 2 * row_bytes + S::kWeightBytes + S::kScaleBytes);
     const int byte_row = S::kFp4 ? depth / 2 : depth;
 #pragma unroll
-    for (int at = 0; at < S::kColumns; at += kAtom) {
+    for (int at = 0; at < kColumns; at += kAtom) {
       LoadBox(stage + S::kRowBytes + at * S::kByteRows, &maps.values[tile.matrix], barrier, tile.column + at, byte_row,
               tile.group);
     }
@@ -350,11 +345,11 @@ __device__ __forceinline__ void WidenSteps(const char* stage, uint32_t weights_a
   LoadTransposed(bytes, SharedAddress(stage) + weights_at + first * (S::kFp4 ? 8 : 16) * kAtom);
   if constexpr (S::kFp4) {
     constexpr int kBlocks = (kSteps * 16 + kFp4Block - 1) / kFp4Block;
-    const char* exponents = stage + S::kRowBytes + S::kWeightBytes + first * 16 / kFp4Block * S::kColumns + own;
+    const char* exponents = stage + S::kRowBytes + S::kWeightBytes + first * 16 / kFp4Block * kColumns + own;
     uint32_t two[kBlocks], most = 0;
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
-      two[i] = *reinterpret_cast<const uint16_t*>(exponents + i * S::kColumns);
+      two[i] = *reinterpret_cast<const uint16_t*>(exponents + i * kColumns);
       most = max(most, max(two[i] & 0xFF, two[i] >> 8));
     }
 #pragma unroll
@@ -378,7 +373,8 @@ __device__ __forceinline__ void WidenSteps(const char* stage, uint32_t weights_a
 template <class S, int kN>
 __device__ __forceinline__ void MultiplyTile(const QuantizedRowsParams& p, const Tile& tile, const char* stages,
                                              const uint64_t* loaded, uint64_t* released, Slot& slot) {
-  constexpr int kSteps = S::template kSteps<kN>, kGroups = kStageDepth / 16 / kSteps;
+  // Steps of 16 elements whose wgmma are issued together: as many as registers allow.
+  constexpr int kSteps = kN == 64 ? 1 : 2, kGroups = kStageDepth / 16 / kSteps;
   static_assert(kGroups % 2 == 0, "the registers of a group are known at compile time");
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   const int columns_at = 16 * warp;             // 64 columns a warpgroup, 16 a warp
@@ -433,10 +429,16 @@ __device__ __forceinline__ void MultiplyTile(const QuantizedRowsParams& p, const
 // Sums up to each group, by one warp.
 __device__ void CountTiles(const QuantizedRowsParams& p, Groups* groups) {
   const int lane = threadIdx.x & 31;
+  int sizes[kMaxWeightGroups / 32];  // all are loaded at once: one load takes as long as all
+#pragma unroll
+  for (int i = 0; i < kMaxWeightGroups / 32; ++i) {
+    sizes[i] = 32 * i + lane < p.groups ? max(p.group_sizes[32 * i + lane], 0) : 0;
+  }
   int tiles = 0, rows = 0;
-  for (int first = 0; first < p.groups; first += 32) {
-    const int group = first + lane;
-    const int size = group < p.groups ? max(p.group_sizes[group], 0) : 0;
+#pragma unroll
+  for (int i = 0; i < kMaxWeightGroups / 32; ++i) {
+    if (32 * i >= p.groups) break;
+    const int group = 32 * i + lane, size = sizes[i];
     int sum = size;
     for (int by = 1; by < 32; by *= 2) {
       const int other = __shfl_up_sync(~0u, sum, by);
@@ -472,35 +474,37 @@ __device__ __forceinline__ Tile TileAt(const QuantizedRowsParams& p, const Group
 }
 #endif  // XEN_MOE_HOPPER
 
-template <WeightFormat kFormat, int kWarpgroups>
-__global__ void __launch_bounds__(Shape<kFormat, kWarpgroups>::kThreads, 1)
+template <WeightFormat kFormat>
+__global__ void __launch_bounds__(kThreads, 1)
     QuantizedRowsKernel(const __grid_constant__ QuantizedRowsParams p, const __grid_constant__ Maps maps) {
 #ifdef XEN_MOE_HOPPER
-  using S = Shape<kFormat, kWarpgroups>;
+  using S = Shape<kFormat>;
   extern __shared__ char dynamic[];
   __shared__ Groups groups;
   __shared__ uint64_t loaded[S::kStages], released[S::kStages];
   char* stages = dynamic + (-SharedAddress(dynamic) & 1023);
-  if (threadIdx.x < 32) CountTiles(p, &groups);
   if (threadIdx.x == 32) {
     for (int i = 0; i < S::kStages; ++i) InitBarrier(&loaded[i], 1), InitBarrier(&released[i], 4 * kWarpgroups);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
+  // The kernel before it on its stream has ended: LaunchShape lets this one begin early.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (threadIdx.x < 32) CountTiles(p, &groups);
   __syncthreads();
-  const int across = (p.columns + S::kColumns - 1) / S::kColumns;
+  const int across = (p.columns + kColumns - 1) / kColumns;
   const int tiles = groups.tiles_up_to[p.groups - 1] * across * p.num_matrices;
   Slot slot;
-  if (threadIdx.x >= S::kThreads - kLoaders) {
-    LeaveRegisters<S::kLoadRegisters>();
-    if (threadIdx.x == S::kThreads - kLoaders) {
+  if (threadIdx.x >= kThreads - kLoaders) {
+    LeaveRegisters<kLoadRegisters>();
+    if (threadIdx.x == kThreads - kLoaders) {
       for (int number = blockIdx.x; number < tiles; number += gridDim.x) {
-        Load<S>(p, maps, TileAt(p, groups, number, S::kColumns), stages, loaded, released, slot);
+        Load<S>(p, maps, TileAt(p, groups, number, kColumns), stages, loaded, released, slot);
       }
     }
   } else {
-    TakeRegisters<S::kMultiplyRegisters>();
+    TakeRegisters<kMultiplyRegisters>();
     for (int number = blockIdx.x; number < tiles; number += gridDim.x) {
-      const Tile tile = TileAt(p, groups, number, S::kColumns);
+      const Tile tile = TileAt(p, groups, number, kColumns);
       switch (RowWidth(tile.count)) {
         case 0:
           MultiplyTile<S, 8>(p, tile, stages, loaded, released, slot);
@@ -556,7 +560,7 @@ bool DescribeAll(const QuantizedRowsParams& p, Maps* maps) {
   }
   for (int i = 0; i < p.num_matrices; ++i) {
     const QuantizedMatrix& m = p.matrices[i];
-    const uint32_t box[] = {kAtom, S::kByteRows, 1}, of_exponents[] = {S::kColumns, kStageDepth / kFp4Block, 1};
+    const uint32_t box[] = {kAtom, S::kByteRows, 1}, of_exponents[] = {kColumns, kStageDepth / kFp4Block, 1};
     if (!Describe(&maps->values[i], m.values, 1, {columns, byte_rows, groups}, box, true)) return false;
     if (S::kFp4 &&
         !Describe(&maps->exponents[i], m.scales, 1, {columns, depth / kFp4Block, groups}, of_exponents, false)) {
@@ -566,30 +570,24 @@ bool DescribeAll(const QuantizedRowsParams& p, Maps* maps) {
   return true;
 }
 
-template <WeightFormat kFormat, int kWarpgroups>
-int LaunchShape(const QuantizedRowsParams& p, int multiprocessors, cudaStream_t stream) {
-  using S = Shape<kFormat, kWarpgroups>;
-  const auto kernel = QuantizedRowsKernel<kFormat, kWarpgroups>;
+template <WeightFormat kFormat>
+int LaunchFormat(const QuantizedRowsParams& p, int multiprocessors, cudaStream_t stream) {
+  using S = Shape<kFormat>;
+  const auto kernel = QuantizedRowsKernel<kFormat>;
   if (int e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes)) return e;
   Maps maps{};
   if (!EncodeFunction()) return cudaErrorNotSupported;
   if (!DescribeAll<S>(p, &maps)) return cudaErrorInvalidValue;
-  const int64_t across = (p.columns + S::kColumns - 1) / S::kColumns * p.num_matrices;
+  const int64_t across = (p.columns + kColumns - 1) / kColumns * p.num_matrices;
   const int64_t most = across * (std::min(p.groups, p.capacity) + p.capacity / kTileRows);
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(most, multiprocessors));
-  kernel<<<blocks, S::kThreads, S::kSharedBytes, stream>>>(p, maps);
-  return cudaGetLastError();
-}
-
-template <WeightFormat kFormat>
-int LaunchFormat(const QuantizedRowsParams& p, int multiprocessors, cudaStream_t stream) {
-  // Wide tiles read the rows half as often; narrow ones spread few groups over all multiprocessors.
-  const int64_t wide = static_cast<int64_t>((p.columns + 255) / 256) * p.num_matrices * p.groups;
-#ifdef XEN_Q34
-  return LaunchShape<kFormat, XEN_Q34>(p, multiprocessors, stream);
-#endif
-  return wide >= multiprocessors ? LaunchShape<kFormat, 4>(p, multiprocessors, stream)
-                                 : LaunchShape<kFormat, 2>(p, multiprocessors, stream);
+  cudaLaunchAttribute early{};  // core/launch.cuh says why every kernel may begin early that waits before it reads
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(most, multiprocessors))),
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = S::kSharedBytes, config.stream = stream, config.attrs = &early, config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, p, maps);
 }
 
 }  // namespace

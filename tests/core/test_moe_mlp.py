@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import xen_moe_jax as xm
 from tests.support import plain_hopper
 from tests.support.checks import assert_bits
+from xen_moe_jax._quantized_weight import adopted
 
 RANKS, TOKENS, HIDDEN, WIDE, EXPERTS, TOP_K = 4, 6, 32, 64, 6, 3
 LOCAL = -(-EXPERTS // RANKS)
@@ -355,6 +357,77 @@ def test_quantized_weights(mesh4):
     assert_bits(ours, np.asarray(expected), "gradient of x")
     with pytest.raises(TypeError, match="a gradient by a quantized weight"):
         jax.eval_shape(jax.grad(total, 3, allow_int=True), *place(mesh4, (x, idx, weights, shipped)))
+
+
+def test_functions_may_take_rows_as_they_arrive(mesh4):
+    """With `takes_block_scaled` they get a `BlockScaled`: bits of the dequantized rows, and no gradient."""
+    case = Case(biased=True)
+    x, idx, weights, experts = operands(case)
+    taken = []
+
+    def wide(rows, dtype):
+        taken.append(isinstance(rows, xm.BlockScaled))
+        return xm.dequantize(rows, dtype) if taken[-1] else rows
+
+    def matmul(rows, weights, sizes):
+        return jax.lax.ragged_dot(wide(rows, weights.dtype), weights, sizes)
+
+    def doubled(rows, sizes, weights):
+        return 2 * wide(rows, weights["up"].dtype)
+
+    def run(x, **hook):
+        def body(x, idx, weights, given):
+            matrices = (given[name] for name in ("gate", "up", "down"))
+            biases = tuple(given[f"{name}_bias"] for name in ("gate", "up", "down"))
+            options = {"biases": biases, "wire": "float8_e4m3fn", "return_info": True, "num_experts": EXPERTS}
+            return xm.moe_mlp(x, idx, weights, *matrices, axis_name="ep", **options, **hook)
+
+        return on_ranks(mesh4, body)(*place(mesh4, (x, idx, weights, experts)))[0]
+
+    for name, function, calls in (("grouped_matmul", matmul, 3), ("experts", doubled, 1)):
+        plain = np.asarray(run(x, **{name: function}))
+        assert not any(taken)
+        taken.clear()
+        function.takes_block_scaled = True
+        assert_bits(run(x, **{name: function}), plain, name)
+        assert taken.count(True) == (2 if calls == 3 else 1) and len(taken) == calls
+        taken.clear()
+        with pytest.raises(TypeError, match="dispatch of a BlockScaled x has no gradient"):
+            jax.grad(lambda x, hook={name: function}: run(x, **hook).sum())(x)
+        taken.clear()
+
+
+@dataclasses.dataclass
+class QArray:
+    """The fields of `qwix.QArray`."""
+
+    qvalue: Any
+    scale: Any
+    zero_point: Any = None
+
+
+def test_weights_that_qwix_has_quantized(mesh4):
+    """A scale a channel or a tile: the bits of the `QuantizedWeight`. Zero points and shared scales are errors."""
+    case = Case()
+    x, idx, weights, experts = operands(case)
+
+    def by_qwix(x, idx, weights, experts):
+        arrays = {name: QArray(weight.values, weight.scales) for name, weight in experts.items()}
+        return call(case, x, idx, weights, arrays, return_info=True)
+
+    for tile in (1, 2):
+        given = {}
+        for name, array in experts.items():
+            values = (array * 8).astype(jnp.int8)
+            scales = np.full((len(values), tile, values.shape[2]), 0.125, np.float32)
+            given[name] = xm.QuantizedWeight(values, scales, (values.shape[1] // tile, 1))
+        bodies = by_qwix, functools.partial(call, case, return_info=True)
+        one, other = (on_ranks(mesh4, body)(*place(mesh4, (x, idx, weights, given)))[0] for body in bodies)
+        assert_bits(one, np.asarray(other), "moe_mlp")
+    with pytest.raises(ValueError, match="gate has zero points: quantize it with weight_calibration_method='absmax'"):
+        adopted("gate", QArray(values, scales, scales))
+    with pytest.raises(ValueError, match="gate has scales .*: must be one or more for each expert"):
+        adopted("gate", QArray(values, scales[:1]))
 
 
 def test_flax_is_not_needed():

@@ -125,7 +125,7 @@ def test_every_byte(dtype):
     np.testing.assert_array_equal(np.where(np.isfinite(np.asarray(out, np.float32)), out, np.nan), wanted)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["fp8 blocks", "MXFP4"])
 def test_experts_and_gradient_of_rows(name):
     """The experts read them in both halves; the gradient is that of the widened weights."""
     sizes = (3, 0, 17, 40)

@@ -23,6 +23,7 @@ import jax
 from xen_moe_jax._api import combine, redispatch
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._mesh import vary_alike
+from xen_moe_jax._quantize import parse_wire, quantize
 from xen_moe_jax._quantized_weight import QuantizedWeight
 from xen_moe_jax._types import Handle, Routed
 from xen_moe_jax.experts import grouped_matmul, hopper, mlp
@@ -67,6 +68,20 @@ def run_experts(function: ExpertFunction, weights: mlp.Weights, routed: Routed) 
     """Returns the experts' outputs for the rows of `routed`, in their layout."""
     rows, sizes, *factors = rows_for_experts(function, routed)
     return mlp.built_in(function)(rows, sizes, weights, *factors)
+
+
+def sent_as(function: ExpertFunction, x: Any, wire: Any) -> tuple[Any, Any]:
+    """Returns the tokens and the wire for a dispatch.
+
+    A function of the caller's with `takes_block_scaled` gets the rows of an fp8 or int8 wire as they arrive, as a
+    `BlockScaled`: the tokens are quantized here. Such a dispatch has no gradient.
+    """
+    grouped = function.grouped_matmul if callable(function.grouped_matmul) and function.layout == "grouped" else None
+    takes = getattr(function.experts or grouped, "takes_block_scaled", False) and function.apply_weights_to != "input"
+    format_ = parse_wire(wire) if takes else None
+    if format_ is None or format_.is_mxfp4:
+        return x, wire
+    return quantize(x, format_.dtype, format_.scale_format), None
 
 
 def rows_for_experts(function: ExpertFunction, routed: Routed) -> tuple[jax.Array, ...]:

@@ -27,7 +27,7 @@ from xen_moe_jax._moe_primitives import HANDLE, ROWS
 from xen_moe_jax._overlap import is_pending
 from xen_moe_jax._replicated import own_sums
 from xen_moe_jax.experts import tpu_decode, tpu_decode_layer
-from xen_moe_jax.experts.combined import rows_for_experts, run_experts
+from xen_moe_jax.experts.combined import rows_for_experts, run_experts, sent_as
 from xen_moe_jax.experts.function import ExpertFunction
 from xen_moe_jax.experts.mlp import built_in
 from xen_moe_jax.flax._config import MoEConfig
@@ -255,7 +255,9 @@ def _pipelined(
 
 
 def _start(config: MoEConfig, chunk: Chunk, members: Members) -> xm.Flight:
-    return xm.dispatch_start(chunk.x, chunk.topk_idx, chunk.topk_weights, **_options(config, chunk, members))
+    options = _options(config, chunk, members)
+    x, options["wire"] = sent_as(config, chunk.x, config.wire)
+    return xm.dispatch_start(x, chunk.topk_idx, chunk.topk_weights, **options)
 
 
 def _options(config: MoEConfig, chunk: Chunk, members: Members) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from xen_moe_jax._quantized_weight import QuantizedWeight, check_format
+from xen_moe_jax._quantized_weight import QuantizedWeight, adopted, check_format
 from xen_moe_jax.balance import Placement
 from xen_moe_jax.flax._balance import MoEMetrics, updated_bias
 from xen_moe_jax.flax._config import MoEConfig
@@ -74,10 +74,11 @@ class MoE(nnx.Module):
     ) -> MoE:
         """Makes a layer around existing weights, by name, such as the weights of `load_hugging_face`.
 
-        An `xm.QuantizedWeight` becomes a `QuantizedParam`.
+        An `xm.QuantizedWeight`, or a `qwix.QArray` of its formats, becomes a `QuantizedParam`.
 
         Raises ValueError if a name is missing or unknown, or a shape is another.
         """
+        weights = {name: adopted(name, weight) for name, weight in weights.items()}
         graph, state = nnx.split(nnx.eval_shape(lambda: cls(config, mesh=mesh, rngs=nnx.Rngs(0))))
         wanted = {name: tuple(leaf.shape) for name, leaf in nnx.to_pure_dict(state).items()}
         given = {name: tuple(array.shape) for name, array in weights.items()}
