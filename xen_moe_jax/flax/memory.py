@@ -230,8 +230,8 @@ def render(config: MoEConfig, num_tokens: int, num_ranks: int, dtype: Any = jnp.
         lines.append(f"| {name} | {', '.join(map(described, large))} | {rest:.2f} |")
     lines += ["", "| a rank's experts in | MiB | copied to be widened, few rows | more rows |", "|---|---:|---:|---:|"]
     for entry in weight_formats(config, num_ranks, dtype):
-        sizes = (f"{size / 2**20:.1f}" for size in (entry.nbytes, entry.few_rows, entry.more_rows))
-        lines.append(f"| {entry.name} | {' | '.join(sizes)} |")
+        mebibytes = [f"{size / 2**20:.1f}" for size in (entry.nbytes, entry.few_rows, entry.more_rows)]
+        lines.append(f"| {entry.name} | {' | '.join(mebibytes)} |")
     local = -(-config.num_experts // num_ranks)
     answer = grouped_matmul.on_hopper(config.hidden_size, config.intermediate_size, config.dtype or dtype, local)
     lines += ["", f"On a Hopper GPU: {answer.detail}."]
