@@ -1,4 +1,4 @@
-"""Where the kernel for weights in shipped formats multiplies, and with what. tests/gpu/test_quantized_rows.py runs it."""
+"""Where the kernel for weights in shipped formats multiplies, and with what. tests/gpu has the tests that run it."""
 
 import jax
 import jax.numpy as jnp
