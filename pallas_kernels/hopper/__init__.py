@@ -9,4 +9,6 @@
 | `rows` | rows times the weights of their groups, as they lie or transposed; the sum of two; two with an activation |
 | `activations` | the activations of experts and their derivatives |
 | `contraction` | the sum over a group's rows: gradients of weights |
+| `float8_rows`, `float8_contraction` | the same in fp8, with scales of blocks |
+| `float8_quantize` | operands of the matmuls in fp8 |
 """

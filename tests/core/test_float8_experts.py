@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
-from tests.support import oracle
+from tests.support import oracle, plain_float8
 from tests.support.checks import assert_bits
 from xen_moe_jax.experts import float8
 from xen_moe_jax.experts.arrived import ArrivedRows
@@ -184,6 +184,16 @@ def test_rows_are_multiplied_as_they_arrive(wire):
             assert cosine(mine, other) > 0.998, f"{name}: {cosine(mine, other)}"
 
 
+def test_the_kernels_composition():
+    """What the kernels for Hopper GPUs are composed to, with plain JAX in the place of each, beside the rule."""
+    for options in ({"wire": "float8_e4m3fn"}, {"apply_weights_to": "activation"}):
+        plain = layer(functools.partial(ours, **options), jnp.bfloat16)
+        with plain_float8.in_the_kernels_place():
+            kernels = layer(functools.partial(ours, grouped_matmul="hopper", **options), jnp.bfloat16)
+        for name, one, other in zip(("value", "x", "weights", "gate", "up", "down"), kernels, plain, strict=True):
+            assert one.dtype == other.dtype and cosine(one, other) > 0.9985, f"{name}, {options}: {cosine(one, other)}"
+
+
 def test_moe_mlp():
     """The MLP of `dispatch`, these matmuls and `combine`, to the bit, and near the one in float32."""
 
@@ -205,5 +215,9 @@ def test_moe_mlp():
         failing(experts="int4")
     with pytest.raises(ValueError, match=r"experts='float8_e4m3fn' with layout='padded': .*use 'grouped'"):
         failing(experts="float8_e4m3fn", layout="padded")
-    with pytest.raises(ValueError, match=r"with grouped_matmul='hopper': it has a matmul of its own; use 'auto'"):
+    with pytest.raises(ValueError, match=r"with grouped_matmul='tokamax': it has a matmul of its own; use 'auto'"):
+        failing(experts="float8_e4m3fn", grouped_matmul="tokamax")
+    with pytest.raises(
+        ValueError, match=r"grouped_matmul='hopper': the rows are float32: none of bfloat16 and float16"
+    ):
         failing(experts="float8_e4m3fn", grouped_matmul="hopper")

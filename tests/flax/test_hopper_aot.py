@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.support import gpu_topology, hopper_kernels
+from tests.support.ptxas_reports import check_reports, keep_reports
 from xen_moe_jax.experts import hopper
 
 pytestmark = pytest.mark.gpu_aot
@@ -101,16 +102,3 @@ def compile_alone(kernel, tiles, operands, tmp_path, monkeypatch):
     keep_reports(tmp_path, monkeypatch)
     hopper_kernels.program(kernel, tiles).lower(operands).compile()
     check_reports(tmp_path)
-
-
-def keep_reports(tmp_path, monkeypatch):
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
-
-
-def check_reports(tmp_path):
-    reports = [path.read_text() for path in tmp_path.glob("*.ptxas")]
-    assert reports
-    for report in reports:
-        assert re.search(r"Used \d+ registers", report) and " 0 bytes spill stores, 0 bytes spill loads" in report
-        assert "serialized" not in report, "ptxas lets each wgmma wait for the one before"

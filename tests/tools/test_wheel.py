@@ -91,6 +91,7 @@ def test_programs_compiled_for_gpus(python, tmp_path):
         python,
         "tests/backends/cuda/test_aot.py",
         "tests/core/test_moe_mlp_aot.py",
+        "tests/core/test_float8_aot.py",
         "tests/flax/test_hopper_aot.py",
         "tests/flax/test_state_aot.py",
         folder=tmp_path,

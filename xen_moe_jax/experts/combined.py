@@ -26,7 +26,7 @@ from xen_moe_jax._mesh import vary_alike
 from xen_moe_jax._quantize import parse_wire, quantize
 from xen_moe_jax._quantized_weight import QuantizedWeight
 from xen_moe_jax._types import Handle, Routed
-from xen_moe_jax.experts import grouped_matmul, hopper, mlp
+from xen_moe_jax.experts import grouped_matmul, hopper, hopper_float8, mlp
 from xen_moe_jax.experts.function import ExpertFunction
 
 
@@ -60,6 +60,9 @@ def experts_and_combine(function: ExpertFunction, weights: mlp.Weights, routed: 
         if by_rows:
             return _weighted_combine(function, weights, routed, back)
         return _plain_combine(back, run_experts(function, weights, routed), routed.handle)
+    at_home = function.layout == "grouped" and routed.handle.placement is None
+    if by_rows and at_home and mlp.by_float8_kernels(function, routed.x, weights):
+        return _weighted_float8(function, weights, routed, back)
     y = run_experts(function, weights, routed)
     return back(y, routed.handle, weighted=by_rows)
 
@@ -163,3 +166,48 @@ def _backward(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
 
 
 _run.defvjp(_forward, _backward)
+
+
+def _weighted_float8(function: ExpertFunction, weights: mlp.Weights, routed: Routed, back: Return) -> jax.Array:
+    """As `_weighted_combine`, of experts in fp8."""
+    leaves, tree = jax.tree.flatten((routed, weights))
+    routed, weights = jax.tree.unflatten(tree, vary_alike(*leaves))
+    operands = mlp.float8_operands(function, routed.x, routed.group_sizes, weights)
+    step = _Float8Step(mlp.in_kernels(function), back, *routed.x.shape)
+    return _run_float8(step, routed.handle.weights, jax.lax.stop_gradient(routed.handle), *operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Float8Step:
+    """Static arguments of `_run_float8`: the rows' activation, their way home, and their size."""
+
+    activation: Any
+    back: Return
+    count: int
+    hidden: int
+
+    def run(self, keep: bool, row_weights: Any, handle: Any, *operands: Any) -> tuple[jax.Array, Any]:
+        y, kept = hopper_float8.run(self.activation, *operands, keep=keep)
+        y = y[: self.count, : self.hidden]
+        return self.back(y, dataclasses.replace(handle, weights=row_weights), weighted=True), kept
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run_float8(step: _Float8Step, row_weights: Any, handle: Any, *operands: Any) -> jax.Array:
+    return step.run(False, row_weights, handle, *operands)[0]
+
+
+def _float8_forward(step: _Float8Step, row_weights: Any, handle: Any, *operands: Any) -> tuple[jax.Array, Any]:
+    out, kept = step.run(True, row_weights, handle, *operands)
+    return out, (kept, row_weights, handle)
+
+
+def _float8_backward(step: _Float8Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
+    of_run, row_weights, handle = kept
+    by_y = hopper_float8.whole(step.back.transposed(cotangent, handle), 0, 1)
+    padded = jax.numpy.pad(row_weights, (0, by_y.shape[0] - step.count))
+    by_x, by_first, by_last, by_row_weights = hopper_float8.back(step.activation, of_run, by_y, padded)
+    return by_row_weights[: step.count], None, by_x, None, tuple(by_first), by_last, None
+
+
+_run_float8.defvjp(_float8_forward, _float8_backward)

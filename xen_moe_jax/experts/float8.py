@@ -27,6 +27,7 @@ from xen_moe_jax._quantize import Wire, dequantize_arrays, parse_wire, quantize_
 from xen_moe_jax._quantized_weight import QuantizedWeight, without_gradient
 from xen_moe_jax._spec import SCALE_BLOCK as BLOCK
 from xen_moe_jax._types import BlockScaled, experts_of_rows
+from xen_moe_jax.experts import hopper_float8
 from xen_moe_jax.experts.arrived import ArrivedRows
 from xen_moe_jax.experts.function import ExpertFunction
 
@@ -52,6 +53,20 @@ def grouped_matmul(
     if isinstance(weights, QuantizedWeight):
         return _multiply(x, arrived, None, weights.values, weights.scales, group_sizes)
     return _multiply(x, arrived, weights, *quantize_weights(jax.lax.stop_gradient(weights)), group_sizes)
+
+
+def by_hopper(rows: jax.Array | ArrivedRows, weights: jax.Array | QuantizedWeight, group_sizes: jax.Array) -> jax.Array:
+    """`grouped_matmul` of bfloat16 or float16 by kernels for Hopper GPUs; ValueError where they cannot compute it."""
+    check_supported(rows, weights)
+    return hopper_float8.grouped_matmul(*vary_all((*parts_of(rows), weights, group_sizes)))
+
+
+def check_supported(rows: jax.Array | ArrivedRows, weights: jax.Array | QuantizedWeight) -> None:
+    """Raises ValueError unless the kernels can multiply such operands on this machine."""
+    check_weights(weights)
+    if not hopper_float8.supports(rows, weights):
+        reason = hopper_float8.why_not(rows, weights) or f"{jax.devices()[0].device_kind} is no Hopper GPU"
+        raise ValueError(f"experts in {DTYPE} with grouped_matmul='hopper': {reason}; use 'auto', in plain JAX")
 
 
 def check_weights(weights: jax.Array | QuantizedWeight) -> None:
@@ -177,7 +192,11 @@ def _contract_rows(rows: jax.Array, cotangent: jax.Array, group_sizes: jax.Array
 
 def wire_of_rows(function: ExpertFunction, wire: Any) -> Wire | None:
     """Returns the wire if its rows are what experts in fp8 multiply: they go into the matmul as they arrived."""
-    if function.grouped_matmul is not grouped_matmul or function.apply_weights_to == "input" or wire is None:
+    if (
+        function.grouped_matmul not in (grouped_matmul, by_hopper)
+        or function.apply_weights_to == "input"
+        or wire is None
+    ):
         return None
     parsed = parse_wire(wire)
     return parsed if parsed is not None and parsed.dtype == DTYPE else None
@@ -194,10 +213,10 @@ def choose(dtype: Any, grouped: Any, experts: Any, layout: str, caller: str) -> 
     if dtype != DTYPE:
         raise ValueError(f"{caller}={dtype!r}: must be None or {DTYPE!r}")
     for name, value, unset in (
-        ("grouped_matmul", grouped, ("auto", grouped_matmul)),
+        ("grouped_matmul", grouped, ("auto", "hopper", grouped_matmul, by_hopper)),
         ("experts", experts, (None,)),
         ("layout", layout, ("grouped",)),
     ):
         if value not in unset:
             raise ValueError(f"{caller}={dtype!r} with {name}={value!r}: it has a matmul of its own; use {unset[0]!r}")
-    return grouped_matmul
+    return by_hopper if grouped in ("hopper", by_hopper) else grouped_matmul

@@ -12,7 +12,7 @@ import numpy as np
 
 from xen_moe_jax._quantized_weight import widened
 from xen_moe_jax._types import experts_of_rows
-from xen_moe_jax.experts import grouped_matmul, hopper, quantized
+from xen_moe_jax.experts import float8, grouped_matmul, hopper, hopper_float8, quantized
 from xen_moe_jax.experts.function import ExpertFunction
 
 Weights = dict[str, Any]
@@ -117,8 +117,29 @@ def grouped_experts(
 
     Rows past the last group come out unspecified; `combine` does not read them, and no gradient here does.
     """
+    if row_weights is None and by_float8_kernels(config, x, weights):
+        operands = float8_operands(config, x, group_sizes, weights)
+        return hopper_float8.experts(in_kernels(config), *operands)[: x.shape[0], : x.shape[1]]
     inner = inner_rows(config, x, group_sizes, weights, row_weights)
     return outer_rows(config, inner, group_sizes, weights, row_weights)
+
+
+def by_float8_kernels(config: ExpertFunction, x: Any, weights: Weights) -> bool:
+    """True if kernels compute whole experts in fp8: no float array lies between their matmuls."""
+    if config.grouped_matmul is not float8.by_hopper or config.experts is not None or config.expert_bias:
+        return False
+    for name in (*projection_names(config), "down"):
+        float8.check_supported(x, weights[name])
+    return True
+
+
+def float8_operands(config: ExpertFunction, x: Any, group_sizes: jax.Array, weights: Weights) -> tuple[Any, ...]:
+    """Operands of `hopper_float8.experts` behind the activation, in sizes that the kernels take."""
+    rows, arrived, first, last, sizes = float8.vary_all(
+        (*float8.parts_of(x), [weights[name] for name in projection_names(config)], weights["down"], group_sizes)
+    )
+    whole = hopper_float8.whole
+    return whole(rows, 0, 1), arrived, tuple(whole(w, 1, 2) for w in first), whole(last, 1, 2), sizes
 
 
 def inner_rows(
@@ -153,6 +174,7 @@ def weights_and_biases(
 
 
 def in_kernels(config: ExpertFunction) -> hopper.Activation:
+    """Returns the activation as kernels compute it."""
     return hopper.Activation(config.activation, config.activation_limit, config.activation_alpha)
 
 

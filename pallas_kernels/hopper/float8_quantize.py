@@ -1,0 +1,307 @@
+"""Quantizes operands of the fp8 matmuls. A thread block has a tile of 128 x 128, reads it once, and writes it as
+matmuls need it: wgmma reads fp8 with the contracted dimension innermost alone.
+
+Weights are written as they lie, for the gradient of rows, and transposed, for the product. Rows get a scale for 128
+columns for a product, or one for 128 rows of a column, transposed, for the gradient of weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from xen_moe_jax.pallas_kernels.hopper.float8_rows import (
+    BLOCK,
+    DTYPE,
+    ROWS,
+    SWIZZLED,
+    WGMMA,
+    Quantized,
+    quantized,
+    scales_of,
+)
+from xen_moe_jax.pallas_kernels.hopper.tiles import up_to_each
+
+HALF = 64
+"""Columns of 16 bits in a row of shared memory."""
+WIDE: Any = (plgpu.TilingTransform((1, HALF)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+NARROW: Any = (plgpu.TilingTransform((1, BLOCK)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+"""With one row a tile, copies may begin at any row."""
+UNIT = 4
+"""Float32 numbers of which a copy of a row of them begins at a multiple: 16 bytes. Elsewhere it is an illegal
+instruction (H100, CUDA 13.0)."""
+TILE = plgpu.SMEM((BLOCK, BLOCK), DTYPE, transforms=SWIZZLED)
+
+
+def _kernel(body: Any, out: Any, scratch: dict[str, Any], grid: tuple[int, ...], name: str) -> Any:
+    return plgpu.kernel(
+        body,
+        out_type=out,
+        scratch_types=scratch,
+        grid=grid,
+        grid_names=("x", "y", "z")[: len(grid)],
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        kernel_name=f"xen_moe_float8_{name}",
+    )
+
+
+def _piece(source: Any, row: int) -> Any:
+    """Loads float32 `[64, 128]` from two halves of shared memory."""
+
+    def part(half: int) -> Any:
+        value = plgpu.load(source.at[half, pl.ds(row, ROWS)], layout=WGMMA, optimized=False)
+        return value.astype(jnp.float32)
+
+    return jnp.concatenate([part(half) for half in range(BLOCK // HALF)], axis=1)
+
+
+def _bits(x: Any) -> Any:
+    return lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+
+
+def _scaled(x: Any, inverse: Any, finite: Any) -> Any:
+    return jnp.where(finite, x * inverse, 0.0).astype(DTYPE)
+
+
+@functools.partial(jax.jit, static_argnames=("product", "gradient"))
+def weights(array: jax.Array, *, product: bool, gradient: bool) -> tuple[Quantized | None, Quantized | None]:
+    """Quantizes `[L, A, B]` in blocks of 128 x 128 for the product, `[L, B, A]`, and the gradient of rows, `[L, A, B]`.
+
+    `B` is a multiple of 64. Both sizes of the results are padded to multiples of 128 with zeros.
+    """
+    local, rows, columns = array.shape
+    above, beside = pl.cdiv(rows, BLOCK), pl.cdiv(columns, BLOCK)
+
+    def body(source: Any, *refs: Any, given: Any, lying: Any, turned: Any, amax: Any, loaded: Any) -> None:
+        outputs = list(refs)
+        group, i, j = (lax.axis_index(name) for name in "xyz")
+        for half in range(BLOCK // HALF):
+            at = (group, pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK + half * HALF, HALF))
+            plgpu.copy_gmem_to_smem(source.at[at], given.at[half], loaded)
+        plgpu.barrier_wait(loaded)
+        pieces = [_piece(given, row) for row in range(0, BLOCK, ROWS)]
+        largest = functools.reduce(jnp.maximum, [jnp.max(_bits(piece), axis=1) for piece in pieces])
+        amax[...] = largest
+        plgpu.commit_smem()
+        of_all = plgpu.load(amax, layout=WGMMA.reduce(0), optimized=False)
+        scale, inverse, finite = scales_of(jnp.max(lax.broadcast_in_dim(of_all, (ROWS, ROWS), (1,)), axis=1))
+        beside_it = [lax.broadcast_in_dim(a, (ROWS, BLOCK), (0,)) for a in (inverse, finite)]
+        for m, piece in enumerate(pieces):
+            lying[pl.ds(m * ROWS, ROWS)] = _scaled(piece, *beside_it)
+        plgpu.commit_smem()
+        if product:
+            transpose(lying, turned)
+            plgpu.commit_smem()
+            out, scales = outputs.pop(0), outputs.pop(0)
+            plgpu.copy_smem_to_gmem(turned, out.at[group, pl.ds(j * BLOCK, BLOCK), pl.ds(i * BLOCK, BLOCK)])
+            store_one(scales.at[group, j, pl.ds(i, 1)], scale)
+        if gradient:
+            out, scales = outputs
+            plgpu.copy_smem_to_gmem(lying, out.at[group, pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)])
+            store_one(scales.at[group, i, pl.ds(j, 1)], scale)
+        plgpu.wait_smem_to_gmem(0)
+
+    def out(a: int, b: int) -> list[jax.ShapeDtypeStruct]:
+        values = jax.ShapeDtypeStruct((local, a * BLOCK, b * BLOCK), DTYPE)
+        return [values, jax.ShapeDtypeStruct((local, a, b), jnp.float32)]
+
+    shapes = (out(beside, above) if product else []) + (out(above, beside) if gradient else [])
+    scratch = {
+        "given": plgpu.SMEM((BLOCK // HALF, BLOCK, HALF), array.dtype, transforms=WIDE),
+        "lying": TILE,
+        "turned": TILE,
+        "amax": plgpu.SMEM((ROWS,), jnp.int32),
+        "loaded": plgpu.Barrier(num_arrivals=BLOCK // HALF),
+    }
+    found = _kernel(body, shapes, scratch, (local, above, beside), "weights")(array)
+    pairs = [Quantized(*found[at : at + 2]) for at in range(0, len(found), 2)]
+    return pairs[0] if product else None, pairs[-1] if gradient else None
+
+
+@jax.jit
+def rows(array: jax.Array) -> Quantized:
+    """Quantizes `[C, A]` for a product: `[C, A]` with a scale for 128 columns, `A` padded to a multiple of 128.
+
+    `C` is a multiple of 8, `A` of 64.
+    """
+    count, columns = array.shape
+    above, beside = pl.cdiv(count, BLOCK), pl.cdiv(columns, BLOCK)
+
+    def body(source: Any, out: Any, scales: Any, *, given: Any, values: Any, loaded: Any) -> None:
+        i, j = (lax.axis_index(name) for name in "xy")
+        for half in range(BLOCK // HALF):
+            at = (pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK + half * HALF, HALF))
+            plgpu.copy_gmem_to_smem(source.at[at], given.at[half], loaded)
+        plgpu.barrier_wait(loaded)
+        for m in range(0, BLOCK, ROWS):
+            values[pl.ds(m, ROWS)], scale = quantized(_piece(given, m))
+            scales[0, j, pl.ds(i * BLOCK + m, ROWS)] = scale
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(values, out.at[pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)])
+        plgpu.wait_smem_to_gmem(0)
+
+    shapes = [
+        jax.ShapeDtypeStruct((count, beside * BLOCK), DTYPE),
+        jax.ShapeDtypeStruct((1, beside, above * BLOCK), jnp.float32),
+    ]
+    scratch = {
+        "given": plgpu.SMEM((BLOCK // HALF, BLOCK, HALF), array.dtype, transforms=WIDE),
+        "values": TILE,
+        "loaded": plgpu.Barrier(num_arrivals=BLOCK // HALF),
+    }
+    return Quantized(*_kernel(body, shapes, scratch, (above, beside), "rows")(array))
+
+
+def blocks_of_groups(group_sizes: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """Cuts the groups' rows into blocks of 128 from each group's first on.
+
+    Returns:
+      int32 `[2, N]`, of each block its first row and how many rows it has; `[L]`, how many blocks each group has.
+    """
+    local = group_sizes.shape[0]
+    sizes = jnp.maximum(group_sizes.astype(jnp.int32), 0)
+    starts = up_to_each(sizes)[:local] - sizes
+    blocks = pl.cdiv(sizes, BLOCK)
+    last = up_to_each(blocks)[:local]
+    first = last - blocks
+    index = jnp.arange(capacity // BLOCK + local, dtype=jnp.int32)[:, None]
+    begin = (index - first) * BLOCK
+    facts = jnp.stack([starts + begin, jnp.minimum(sizes - begin, BLOCK)])
+    return jnp.sum(jnp.where((index >= first) & (index < last), facts, 0), axis=-1), blocks
+
+
+@jax.jit
+def columns(array: jax.Array | Quantized, blocks: jax.Array) -> Quantized:
+    """Quantizes `[C, A]` for a contraction: `[A, N * 128]` with a scale for 128 rows of a column, `[N, A]`.
+
+    Args:
+      array: 16-bit floats, `A` a multiple of 64, or rows that are quantized for a product.
+      blocks: int32 `[2, N]`, from `blocks_of_groups`.
+
+    Returns:
+      Values and scales; `A` is padded to a multiple of 128 with zeros. Blocks without rows are unspecified.
+    """
+    of_rows = isinstance(array, Quantized)
+    operands = (array.values, array.scales) if isinstance(array, Quantized) else (array,)
+    total, beside = blocks.shape[1], pl.cdiv(operands[0].shape[1], BLOCK)
+
+    def body(facts: Any, *refs: Any, given: Any, factors: Any, values: Any, turned: Any, loaded: Any) -> None:
+        block, j = (lax.axis_index(name) for name in "xy")
+        start, size = facts[0, block], facts[1, block]
+
+        @pl.when(size > 0)
+        def _() -> None:
+            if of_rows:
+                source, scales = refs[:2]
+                plgpu.copy_gmem_to_smem(source.at[pl.ds(start, BLOCK), pl.ds(j * BLOCK, BLOCK)], given, loaded)
+                first = (0, j, pl.ds(pl.multiple_of(start - lax.rem(start, jnp.int32(UNIT)), UNIT), BLOCK + 2 * UNIT))
+                plgpu.copy_gmem_to_smem(scales.at[first], factors, loaded)
+            else:
+                for half in range(BLOCK // HALF):
+                    at = (pl.ds(start, BLOCK), pl.ds(j * BLOCK + half * HALF, HALF))
+                    plgpu.copy_gmem_to_smem(refs[0].at[at], given.at[half], loaded)
+            plgpu.barrier_wait(loaded)
+
+            def piece(m: int) -> Any:
+                if of_rows:
+                    value = plgpu.load(given.at[pl.ds(m, ROWS)], layout=WGMMA, optimized=False).astype(jnp.float32)
+                    at = pl.ds(lax.rem(start, jnp.int32(UNIT)) + m, ROWS)
+                    of_part = plgpu.load(factors.at[at], layout=WGMMA.reduce(1), optimized=False)
+                    value = value * lax.broadcast_in_dim(of_part, value.shape, (0,))
+                else:
+                    value = _piece(given, m)
+                row = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=WGMMA)
+                return jnp.where(row + m < size, value, 0.0)
+
+            out, of_columns = refs[len(operands) :]
+            pieces = [piece(m) for m in range(0, BLOCK, ROWS)]
+            largest = functools.reduce(jnp.maximum, [jnp.max(_bits(each), axis=0) for each in pieces])
+            scale, inverse, finite = scales_of(largest)
+            below_it = [lax.broadcast_in_dim(a, (ROWS, BLOCK), (1,)) for a in (inverse, finite)]
+            for m, each in enumerate(pieces):
+                values[pl.ds(m * ROWS, ROWS)] = _scaled(each, *below_it)
+            of_columns[block, pl.ds(j * BLOCK, BLOCK)] = scale
+            plgpu.commit_smem()
+            transpose(values, turned)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(turned, out.at[pl.ds(j * BLOCK, BLOCK), pl.ds(block * BLOCK, BLOCK)])
+            plgpu.wait_smem_to_gmem(0)
+
+    shapes = [
+        jax.ShapeDtypeStruct((beside * BLOCK, total * BLOCK), DTYPE),
+        jax.ShapeDtypeStruct((total, beside * BLOCK), jnp.float32),
+    ]
+    wide = plgpu.SMEM((BLOCK // HALF, BLOCK, HALF), operands[0].dtype, transforms=WIDE)
+    scratch = {
+        "given": plgpu.SMEM((BLOCK, BLOCK), DTYPE, transforms=NARROW) if of_rows else wide,
+        "factors": plgpu.SMEM((BLOCK + 2 * UNIT,), jnp.float32),
+        "values": TILE,
+        "turned": TILE,
+        "loaded": plgpu.Barrier(num_arrivals=2),
+    }
+    return Quantized(*_kernel(body, shapes, scratch, (total, beside), "columns")(blocks, *operands))
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA.reduce(1)))
+def store_one(context: Any, place: Any, values: Any) -> None:
+    """Stores one of `values`, which are all the same, to `place [1]`."""
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import memref, scf, vector
+
+    one = scf.IfOp(utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP))  # type: ignore[call-arg]
+    with ir.InsertionPoint(one.then_block):
+        value = vector.extract(values.registers.flat[0], dynamic_position=[], static_position=[0])
+        memref.store(value, place, [utils.c(0, ir.IndexType.get())])
+        scf.YieldOp([])
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), plgpu.RefType(SWIZZLED)))
+def transpose(context: Any, source: Any, target: Any) -> None:
+    """Transposes a tile of bytes `[128, 128]` in shared memory.
+
+    A thread reads four columns of 16 rows, a word a row, and writes 16 bytes a column. Words of a row lie where bits 4
+    to 6 of their place are changed by those of the row's number.
+    """
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
+    names = [f"w{n}" for n in range(16)] + [f"o{n}" for n in range(16)] + [f"t{n}" for n in range(4)]
+    lines = [f".reg .b32 {','.join(names)}, tid, item, cw, g, from, to, at, odd;", "mov.u32 tid, %tid.x;"]
+    lines += ["and.b32 tid, tid, 127;"]
+    for task in range(BLOCK * BLOCK // (4 * 16) // 128):
+        lines += [f"add.u32 item, tid, {task * 128};", "and.b32 cw, item, 31;", "shr.u32 g, item, 5;"]
+        lines += ["mad.lo.u32 from, g, 2048, $0;", "shl.b32 at, cw, 2;"]
+        for row in range(16):
+            lines += [f"xor.b32 to, at, {(row % 8) * 16};", "add.u32 to, to, from;"]
+            lines += [f"ld.shared.b32 w{row}, [to+{row * 128}];"]
+        for four in range(4):
+            a, b, c, d = (f"w{4 * four + n}" for n in range(4))
+            lines += [f"prmt.b32 t0, {a}, {b}, 0x5140;", f"prmt.b32 t1, {c}, {d}, 0x5140;"]
+            lines += [f"prmt.b32 t2, {a}, {b}, 0x7362;", f"prmt.b32 t3, {c}, {d}, 0x7362;"]
+            for column, (left, right, pick) in enumerate(
+                (("t0", "t1", "0x5410"), ("t0", "t1", "0x7632"), ("t2", "t3", "0x5410"), ("t2", "t3", "0x7632"))
+            ):
+                lines += [f"prmt.b32 o{4 * column + four}, {left}, {right}, {pick};"]
+        lines += ["and.b32 odd, cw, 1;", "shl.b32 odd, odd, 2;", "mad.lo.u32 from, cw, 512, $1;"]
+        for column in range(4):
+            lines += [
+                f"add.u32 to, odd, {column};",
+                "xor.b32 to, to, g;",
+                "shl.b32 to, to, 4;",
+                "add.u32 to, to, from;",
+            ]
+            words = ",".join(f"o{4 * column + four}" for four in range(4))
+            lines += [f"st.shared.v4.b32 [to+{column * 128}], {{{words}}};"]
+    i32 = ir.IntegerType.get_signless(32)
+    pointers = [llvm.ptrtoint(i32, utils.memref_ptr(ref)) for ref in (source, target)]
+    void = ir.Type.parse("!llvm.void")
+    text = "{ " + " ".join(lines) + " }"
+    llvm.inline_asm(void, pointers, text, "r,r,~{memory}", asm_dialect=0, has_side_effects=True)

@@ -1,0 +1,467 @@
+"""Grouped matmuls in fp8 (e4m3): rows with a scale for 128 elements times weights with a scale for 128 x 128.
+
+wgmma adds up 128 elements of the contracted dimension in accumulators of its own; they are then multiplied by both
+scales and added to float32 sums in other registers, while the other warpgroup multiplies. Shared memory holds both
+operands with the contracted dimension innermost, the only way in which wgmma reads fp8.
+
+An expert's activation is quantized where it is made: a warpgroup has 128 columns of a row, so that their largest number
+and their scale need no other warpgroup.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from xen_moe_jax.pallas_kernels.hopper import claims, ring
+from xen_moe_jax.pallas_kernels.hopper.activations import Activation
+from xen_moe_jax.pallas_kernels.hopper.tiles import COMPUTE_WARPGROUPS, ROW_ALIGNMENT, Tiles, row_tiles
+
+BLOCK = 128
+"""Elements of the contracted dimension that are added up before they are scaled."""
+DTYPE = jnp.float8_e4m3fn
+SHARED_MEMORY = 227 * 1024 - 256
+"""Bytes for stages and pieces; barriers have the rest of a multiprocessor's 227 KiB for one thread block."""
+REDUCTION = 2048
+"""Bytes that Mosaic sets aside for the reduction of a row."""
+CLAIMS = 1024
+"""Bytes of claims, with their alignment."""
+LARGEST, MIN_AMAX = 448.0, 2.0**-96
+WGMMA = plgpu.Layout.WGMMA
+ROWS = 64
+"""Rows that a wgmma multiplies."""
+SWIZZLED: Any = (plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(BLOCK))  # type: ignore[abstract]
+DESCRIPTOR = 1 << 62 | 64 << 32 | 1 << 16
+"""Of wgmma's operands: rows of 128 swizzled bytes, eight of which are 1,024 bytes, in units of 16."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """A matrix in fp8.
+
+    Attributes:
+      values: e4m3 `[C, A]` of rows; `[L, B, A]` of weights, contracted along `A`, a multiple of 128.
+      scales: float32. Of rows `[1, A / 128, C]`, or `[N, A / 128, M]` where each of `N` tiles of `M` rows has its own.
+        Of weights `[L, B / 128, A / 128]`.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+
+
+jax.tree_util.register_dataclass(Quantized, ["values", "scales"], [])
+
+
+@functools.partial(jax.jit, static_argnames=("columns", "dtype", "tiles", "num_sms"))
+def rows_by_weights(
+    pairs: Sequence[tuple[Quantized, Quantized]],
+    group_sizes: jax.Array,
+    *,
+    columns: int,
+    dtype: Any,
+    tiles: Tiles,
+    num_sms: int | None = None,
+) -> jax.Array:
+    """The sum of products of rows `[C, A]` by the weights of their groups -> `[C, columns]` in `dtype`."""
+
+    def epilogue(part: Part) -> Iterator[Any]:
+        for number, total in enumerate(part.totals):
+            for n in range(0, BLOCK, ring.STORE_TILE):
+                value = total[:, n : n + ring.STORE_TILE].astype(dtype)
+                yield value, part.store(part.outputs[0], number * BLOCK + n)
+
+    out = [jax.ShapeDtypeStruct((pairs[0][0].values.shape[0], columns), dtype)]
+    return _product([(rows, (w,)) for rows, w in pairs], group_sizes, epilogue, out, tiles, num_sms, "rows", dtype)[0]
+
+
+@functools.partial(jax.jit, static_argnames=("width", "activation", "projections", "tiles", "num_sms"))
+def activated_rows(
+    rows: Quantized,
+    weights: tuple[Quantized, ...],
+    group_sizes: jax.Array,
+    *,
+    width: int,
+    activation: Activation,
+    projections: Any,
+    tiles: Tiles,
+    num_sms: int | None = None,
+) -> tuple[Quantized, tuple[jax.Array, ...]]:
+    """The activation of the rows' projections, in float32, quantized; the projections in the dtype `projections`."""
+    return _activated(rows, weights, group_sizes, width, activation, projections, tiles, num_sms)
+
+
+def _activated(
+    rows: Quantized,
+    weights: tuple[Quantized, ...],
+    group_sizes: jax.Array,
+    width: int,
+    activation: Activation,
+    projections: Any,
+    tiles: Tiles,
+    num_sms: int | None,
+) -> tuple[Quantized, tuple[jax.Array, ...]]:
+    beside, count = len(weights), rows.values.shape[0]
+    padded = -(-width // BLOCK) * BLOCK
+
+    def epilogue(part: Part) -> Iterator[Any]:
+        for number in range(0, len(part.totals), beside):
+            values = part.totals[number : number + beside]
+            column = number // beside * BLOCK
+            if projections is not None:
+                for value, output in zip(values, part.outputs[2:], strict=True):
+                    for n in range(0, BLOCK, ring.STORE_TILE):
+                        piece = value[:, n : n + ring.STORE_TILE].astype(projections)
+                        yield piece, part.store(output, column + n)
+            codes, scales = quantized(activation(*values))
+            part.store_scales(part.outputs[1], column, scales)
+            yield codes, part.store(part.outputs[0], column)
+
+    most = row_tiles(group_sizes, count, tiles.cluster_m)[0].shape[1]
+    out = [
+        jax.ShapeDtypeStruct((count, padded), DTYPE),
+        jax.ShapeDtypeStruct((most, padded // BLOCK, tiles.cluster_m), jnp.float32),
+    ]
+    kind = jnp.bfloat16 if projections is None else projections
+    out += [] if projections is None else [jax.ShapeDtypeStruct((count, width), projections)] * beside
+    values, scales, *kept = _product(
+        [(rows, weights)], group_sizes, epilogue, out, tiles, num_sms, activation.name, kind
+    )
+    return Quantized(values, scales), tuple(kept)
+
+
+def scales_of(amax_bits: Any) -> tuple[Any, Any, Any]:
+    """Scales, their inverses, and whether blocks are finite, by the rule of `xen_moe_jax._quantize`, from the bits of
+    their largest magnitudes, of which NaN's are the largest.
+
+    A division is approximate here; one step with its remainder makes the quotient right but for the last bit at times.
+    """
+    finite = amax_bits < 0x7F800000
+    amax = jnp.maximum(lax.bitcast_convert_type(amax_bits, jnp.float32), MIN_AMAX)
+    scale = amax * (1 / LARGEST)
+    scale = scale + (amax - scale * LARGEST) * (1 / LARGEST)
+    inverse = LARGEST / amax
+    inverse = inverse + (LARGEST - inverse * amax) * (inverse * (1 / LARGEST))
+    return jnp.where(finite, scale, jnp.nan), jnp.where(finite, inverse, 0.0), finite
+
+
+def quantized(rows: Any) -> tuple[Any, Any]:
+    """float32 `[M, 128]` -> values and scales `[M]`."""
+    bits = lax.bitcast_convert_type(jnp.abs(rows), jnp.int32)
+    scale, inverse, finite = scales_of(jnp.max(bits, axis=1))
+    scaled = rows * lax.broadcast_in_dim(inverse, rows.shape, (0,))
+    scaled = jnp.where(lax.broadcast_in_dim(finite, rows.shape, (0,)), scaled, 0.0)
+    return scaled.astype(DTYPE), scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A warpgroup's part of a tile, when its sums are complete.
+
+    Attributes:
+      totals: float32 `[64, 128]` each, beside each other.
+      outputs: references to the results.
+      store: `(output, column)`: how a buffer gets into an output at a column of the part.
+      store_scales: stores scales `[64]` of the columns from a column on.
+    """
+
+    totals: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    store: Callable[[Any, int], Callable[[Any], None]]
+    store_scales: Callable[[Any, int, Any], None]
+
+
+def _product(
+    pairs: Sequence[tuple[Quantized, tuple[Quantized, ...]]],
+    group_sizes: jax.Array,
+    epilogue: Callable[[Part], Iterator[Any]],
+    out: list[jax.ShapeDtypeStruct],
+    tiles: Tiles,
+    num_sms: int | None,
+    name: str,
+    stored: Any,
+) -> list[jax.Array]:
+    (capacity, depth), beside = pairs[0][0].values.shape, len(pairs[0][1])
+    width = pairs[0][1][0].values.shape[1]
+    parts, halves = tiles.n // BLOCK, tiles.n // BLOCK // beside
+    n_tiles, k_steps = pl.cdiv(width, halves * BLOCK), depth // BLOCK
+    tables = row_tiles(group_sizes, capacity, tiles.cluster_m)
+    operands = [a.values for rows, weights in pairs for a in (rows, *weights)]
+    scales = [a.scales for rows, weights in pairs for a in (rows, *weights)]
+    by_tile = pairs[0][0].scales.shape[0] > 1
+    last_block = pairs[0][1][0].scales.shape[1] - 1
+
+    def body(*refs: Any, **s: Any) -> None:
+        count = len(operands)
+        matrices, factors, (facts, up_to), outputs = (
+            refs[:count],
+            refs[count : 2 * count],
+            refs[2 * count : 2 * count + 2],
+            refs[2 * count + 2 :],
+        )
+        wg, peer = lax.axis_index("wg"), lax.axis_index("cluster")
+        m_tiles = up_to[group_sizes.shape[0] - 1]
+        grid = (m_tiles * n_tiles,)
+
+        def place(index: Any) -> tuple[Any, Any, Any]:
+            m, n = tiles.at(index[0], m_tiles, n_tiles)
+            row = pl.multiple_of(facts[1, m], ROW_ALIGNMENT)
+            if tiles.cluster == "m":
+                row = pl.multiple_of(row + peer * tiles.m, ROW_ALIGNMENT)
+            return m, row, n * (halves * BLOCK)
+
+        def load_all() -> None:
+            plgpu.set_max_registers(ring.LOAD_REGISTERS, action="decrease")
+
+            def tile(index: Any, carry: Any) -> Any:
+                m, row, column = place(index)
+                group = facts[0, m]
+                shared = "cluster" if tiles.cluster == "m" else None
+
+                def load_of(number: int) -> Callable[..., None]:
+                    rows, *weights = matrices[number * (1 + beside) : (number + 1) * (1 + beside)]
+                    of_rows = factors[number * (1 + beside)]
+
+                    def load(k: Any, left: Any, right: Any, barrier: Any, slot: Any) -> None:
+                        depth_at = pl.ds(k * BLOCK, BLOCK)
+                        plgpu.copy_gmem_to_smem(rows.at[pl.ds(row, tiles.m), depth_at], left, barrier)
+                        for place, matrix in enumerate(weights):
+                            half = right.at[pl.ds(place * halves * BLOCK, halves * BLOCK)]
+                            plgpu.copy_gmem_to_smem(
+                                matrix.at[group, pl.ds(column, halves * BLOCK), depth_at],
+                                half,
+                                barrier,
+                                collective_axes=shared,
+                            )
+                        at = (m, k, pl.ds(peer * tiles.m, tiles.m)) if by_tile else (0, k, pl.ds(row, tiles.m))
+                        plgpu.copy_gmem_to_smem(of_rows.at[at], s["scales"].at[slot], barrier)
+
+                    return load
+
+                for number in range(len(pairs)):
+                    carry = load_steps(tiles, s, k_steps, carry, load_of(number))
+                return carry
+
+            done = claims.loads(tiles, s, up_to, grid, tile)
+            ring.drain(tiles, s, done)
+
+        def multiply_all() -> None:
+            plgpu.set_max_registers(ring.COMPUTE_REGISTERS, action="increase")
+            m_at = pl.ds(wg * tiles.warpgroup_m, tiles.warpgroup_m)
+
+            def tile(index: Any, carry: Any) -> Any:
+                m, row, column = place(index)
+                group = facts[0, m]
+                low, high, offset = facts[2, m], facts[3, m], row - facts[1, m]
+                zero = plgpu.layout_cast(jnp.zeros((tiles.warpgroup_m, BLOCK), jnp.float32), WGMMA)
+                product, totals, never = zero, (zero,) * parts, (low < 0).astype(jnp.int32)
+                block = lax.div(column, jnp.int32(BLOCK))
+                for number in range(len(pairs)):
+                    of_weights = factors[number * (1 + beside) + 1 : (number + 1) * (1 + beside)]
+
+                    def scales_of(k: Any, of_weights: Any = of_weights) -> tuple[Any, ...]:
+                        at = [jnp.minimum(block + half, last_block) for half in range(halves)]
+                        return tuple(ref[group, b, k] for ref in of_weights for b in at)
+
+                    def step(k: Any, carry: Any, scales_of: Any = scales_of) -> Any:
+                        count, now, product, *totals = carry
+                        slot = lax.rem(count, jnp.int32(tiles.stages))
+                        after = scales_of(jnp.minimum(k + 1, k_steps - 1))  # on its way while this step multiplies
+                        plgpu.barrier_wait(s["loaded"].at[slot])
+                        of_rows = plgpu.load(s["scales"].at[slot, m_at], layout=WGMMA.reduce(1), optimized=False)
+                        for number in range(parts):
+                            right = s["right"].at[slot, pl.ds(number * BLOCK, BLOCK)]
+                            product = multiply(s["left"].at[slot, m_at], right, product, never)
+                            if number == parts - 1:
+                                plgpu.barrier_arrive(s["released"].at[slot])
+                            factor = lax.broadcast_in_dim(of_rows * now[number], product.shape, (0,))
+                            totals[number] = totals[number] + product * factor
+                        return count + 1, after, product, *totals
+
+                    given = (carry, scales_of(0), product, *totals)
+                    carry, _, product, *totals = lax.fori_loop(0, k_steps, step, given)
+                offset, row = offset + wg * tiles.warpgroup_m, row + wg * tiles.warpgroup_m
+
+                def store(out: Any, n: int) -> Callable[[Any], None]:
+                    def copy(buffer: Any) -> None:
+                        piece_low = jnp.clip(low - offset, 0, ring.STORE_TILE)
+                        piece_high = jnp.clip(high - offset, 0, ring.STORE_TILE)
+                        store_rows(buffer, out, row, column + n, piece_low, piece_high)
+
+                    return copy
+
+                def store_scales(out: Any, n: int, scales: Any) -> None:
+                    at = pl.ds(peer * tiles.m + wg * tiles.warpgroup_m, tiles.warpgroup_m)
+
+                    @pl.when(block + n // BLOCK <= last_block)  # unlike a copy, a store does not end at the last column
+                    def _() -> None:
+                        out[m, block + n // BLOCK, at] = scales
+
+                ring_store(epilogue(Part(tuple(totals), outputs, store, store_scales)), s, wg)
+                return carry
+
+            claims.multiplies(tiles, s, grid, tile)
+            plgpu.wait_smem_to_gmem(0)
+
+        lax.cond(wg == COMPUTE_WARPGROUPS, load_all, multiply_all)
+
+    reserved = REDUCTION if any(shape.dtype == DTYPE for shape in out) else 0
+    sizes: dict[str, int] = {"loads": 2 + beside, "scales": tiles.m, "reserved": reserved}
+    scratch = scratch_of(tiles, (tiles.m, BLOCK), (tiles.n, BLOCK), stored, **sizes)
+    scratch["scales"] = plgpu.SMEM((tiles.stages, tiles.m), jnp.float32)
+    run = ring.kernel(body, tiles, num_sms, out, scratch, f"xen_moe_float8_{name}")
+    return list(run(*operands, *scales, *tables))
+
+
+@plgpu.inline_mgpu(
+    arg_types=(plgpu.RefType(SWIZZLED), plgpu.RefType(SWIZZLED), WGMMA, plgpu.Layout.WG_SPLAT(())),
+    return_type=plgpu.ShapeDtypeStruct((ROWS, BLOCK), jnp.float32, layout=WGMMA),
+)
+def multiply(context: Any, left: Any, right: Any, before: Any, never: Any) -> Any:
+    """`left [64, 128]` times `right [128, 128]` transposed, both in shared memory -> float32 `[64, 128]`.
+
+    `plgpu.wgmma` would add to accumulators that are set to zero, an instruction for each. Here the first of four wgmma
+    overwrites those of `before`, unless `never`, which is false. ptxas, which does not know it, keeps all products in
+    the same registers: it would take others to begin before the last product was added up, and had too few of them.
+    """
+    from jax.experimental.mosaic.gpu import fragmented_array, utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, llvm
+
+    i64, vector = ir.IntegerType.get_signless(64), ir.VectorType.get((1,), ir.F32Type.get())
+
+    def descriptor(ref: Any) -> Any:
+        pointer = llvm.ptrtoint(i64, utils.memref_ptr(ref))
+        address = arith.andi(arith.shrui(pointer, utils.c(4, i64)), utils.c(0x3FFF, i64))
+        return arith.ori(address, utils.c(DESCRIPTOR, i64))
+
+    before = before.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT)
+    given = list(before.registers.flat)
+    count = len(given)
+    sums = "{" + ",".join(f"${number}" for number in range(count)) + "}"
+    left_at, right_at, adding = (f"${2 * count + number}" for number in range(3))
+    lines = [".reg .pred p; .reg .b64 a, b;", "wgmma.fence.sync.aligned;", f"setp.ne.b32 p, {adding}, 0;"]
+    lines += [f"mov.b64 a, {left_at};", f"mov.b64 b, {right_at};"]
+    for step in range(BLOCK // 32):
+        if step:
+            lines += ["add.s64 a, a, 2;", "add.s64 b, b, 2;"]
+        lines += [f"wgmma.mma_async.sync.aligned.m64n{BLOCK}k32.f32.e4m3.e4m3 {sums}, a, b, p, 1, 1;"]
+        lines += [] if step else ["setp.eq.b32 p, 0, 0;"]
+    lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;"]
+    result = llvm.inline_asm(
+        llvm.StructType.get_literal([vector] * count),
+        [*given, descriptor(left), descriptor(right), never.registers.item()],
+        "{ " + " ".join(lines) + " }",
+        ",".join(["=f"] * count + [str(number) for number in range(count)] + ["l", "l", "r"]),
+        asm_dialect=0,
+        has_side_effects=True,
+    )
+    registers = np.empty(before.registers.shape, dtype=object)
+    for number in range(count):
+        registers.flat[number] = llvm.extractvalue(vector, result, [number])
+    sums_of_rows = fragmented_array.FragmentedArray(_registers=registers, _layout=before.layout, _is_signed=None)
+    return sums_of_rows.to_layout(fragmented_array.WGMMA_LAYOUT)
+
+
+def scratch_of(
+    tiles: Tiles, left: tuple[int, ...], right: tuple[int, ...], stored: Any, loads: int, scales: int, reserved: int = 0
+) -> dict[str, Any]:
+    """Scratch of a kernel: as `ring.scratch`, with operands in fp8, and pieces of output in `stored` and in fp8. Beside
+    it a stage has float32 `scales`; `reserved` bytes are left."""
+    released: Any = plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=tiles.stages)
+    if tiles.cluster is not None:
+        released = plgpu.ClusterBarrier(
+            collective_axes=("cluster",), num_arrivals=COMPUTE_WARPGROUPS, num_barriers=tiles.stages
+        )
+    stage = (left[0] + right[0]) * BLOCK + scales * 4
+    piece = COMPUTE_WARPGROUPS * ring.STORE_TILE * BLOCK
+    reserved += CLAIMS if tiles.claimed else 0
+    room = SHARED_MEMORY - tiles.stages * stage - reserved
+    buffers = next(count for count in (4, 2, 1) if count * piece <= room or count == 1)
+    return claims.scratch(tiles) | {
+        "left": plgpu.SMEM((tiles.stages, *left), DTYPE, transforms=SWIZZLED),
+        "right": plgpu.SMEM((tiles.stages, *right), DTYPE, transforms=SWIZZLED),
+        "pieces": plgpu.RefUnion(
+            plgpu.SMEM(
+                (COMPUTE_WARPGROUPS, buffers, ring.STORE_TILE, ring.STORE_TILE),
+                stored,
+                transforms=_of_rows(stored),
+            ),
+            plgpu.SMEM(
+                (COMPUTE_WARPGROUPS, buffers, ring.STORE_TILE, BLOCK),
+                DTYPE,
+                transforms=_of_rows(DTYPE),
+            ),
+        ),
+        "loaded": plgpu.Barrier(num_arrivals=loads, num_barriers=tiles.stages),
+        "released": released,
+    }
+
+
+def _of_rows(dtype: Any) -> Any:
+    """Transforms of a piece whose rows may be stored one by one: no tile of it has more than one."""
+    return plgpu.TilingTransform((1, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)  # type: ignore[abstract]
+
+
+def load_steps(tiles: Tiles, scratch: dict[str, Any], steps: Any, done: Any, load: Any) -> Any:
+    """As `ring.load_steps`; `load` gets the number of the stage too."""
+
+    def step(k: Any, count: Any) -> Any:
+        slot = lax.rem(count, jnp.int32(tiles.stages))
+
+        @pl.when(count >= tiles.stages)
+        def _() -> None:
+            plgpu.barrier_wait(scratch["released"].at[slot])
+
+        load(k, scratch["left"].at[slot], scratch["right"].at[slot], scratch["loaded"].at[slot], slot)
+        return count + 1
+
+    return lax.fori_loop(0, steps, step, done)
+
+
+def ring_store(pieces: Any, scratch: dict[str, Any], wg: Any) -> None:
+    """As `ring.store`, for pieces in two dtypes and any number of buffers: copies read them for a microsecond."""
+    wide, narrow = scratch["pieces"]
+    buffers = wide.shape[1]
+    for number, (value, copy) in enumerate(pieces):
+        buffer = (narrow if value.dtype == DTYPE else wide).at[wg, number % buffers]
+        plgpu.wait_smem_to_gmem(buffers - 1 if number else 0, wait_read_only=True)
+        buffer[...] = value
+        plgpu.commit_smem()
+        copy(buffer)
+        plgpu.commit_smem_to_gmem_group()
+
+
+def store_rows(buffer: Any, out: Any, row: Any, column: Any, low: Any, high: Any) -> None:
+    """As `ring.store_rows`, for pieces of any width."""
+    width = buffer.shape[-1]
+    count = jnp.maximum(high - low, 0)
+
+    @pl.when(count == ring.STORE_TILE)
+    def _() -> None:
+        plgpu.copy_smem_to_gmem(buffer, out.at[pl.ds(row, ring.STORE_TILE), pl.ds(column, width)], commit_group=False)
+
+    @pl.when(count < ring.STORE_TILE)
+    def _() -> None:
+        at = low
+        size = ring.STORE_TILE // 2
+        while size:
+
+            @pl.when((count & size) != 0)
+            def _(at: Any = at, size: int = size) -> None:
+                plgpu.copy_smem_to_gmem(
+                    buffer.at[pl.ds(at, size)],
+                    out.at[pl.ds(row + at, size), pl.ds(column, width)],
+                    commit_group=False,
+                )
+
+            at = at + (count & size)
+            size //= 2

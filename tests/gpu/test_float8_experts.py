@@ -1,0 +1,349 @@
+"""The fp8 kernels on a Hopper GPU: quantized values bit by bit, products beside float64, experts with gradients."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import xen_moe_jax as xm
+from xen_moe_jax.experts import hopper, hopper_float8
+from xen_moe_jax.pallas_kernels.hopper import float8_quantize
+from xen_moe_jax.pallas_kernels.hopper.activations import Activation
+from xen_moe_jax.pallas_kernels.hopper.float8_contraction import rows_by_rows
+from xen_moe_jax.pallas_kernels.hopper.float8_rows import BLOCK, Quantized, activated_rows, rows_by_weights
+
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "gpu" or not hopper.on_hopper(), reason="needs a Hopper GPU (compute capability 9.0)"
+)
+
+SWIGLU = Activation()
+NUM_SMS = None
+TILES = hopper_float8.TILES
+CASES = {
+    # group sizes, hidden size, width, tiles
+    "odd": ((77, 1, 300, 130), 256, 512, TILES),
+    "empty ones": ((0, 0, 513, 0, 5, 0), 384, 256, dataclasses.replace(TILES, band=8)),
+    "all empty": ((0, 0, 0), 256, 128, TILES),
+    "half of gpt-oss": ((40, 0, 200), 2880, 1472, TILES),
+    "many small, claimed": ((3,) * 40, 128, 192, dataclasses.replace(TILES, claimed=True)),
+    "clusters": ((77, 1, 300, 0, 130), 256, 512, dataclasses.replace(TILES, cluster="m")),
+}
+
+
+def quantized(x, block=BLOCK):
+    """float32 `[..., A]` -> values and scales, by the rule in NumPy."""
+    blocks = np.asarray(x, np.float32).reshape(*x.shape[:-1], x.shape[-1] // block, block)
+    finite = np.isfinite(blocks).all(-1)
+    amax = np.maximum(np.abs(np.where(finite[..., None], blocks, 0)).max(-1), np.float32(2.0**-96))
+    scaled = np.where(finite[..., None], blocks * (np.float32(448) / amax)[..., None], 0)
+    return scaled.astype(ml_dtypes.float8_e4m3fn).reshape(x.shape), np.where(finite, amax / np.float32(448), np.nan)
+
+
+def padded(x, *axes):
+    return np.pad(x, [(0, -size % BLOCK if axis in axes else 0) for axis, size in enumerate(x.shape)])
+
+
+def rows_of(x):
+    values, scales = quantized(padded(x, 1))
+    return Quantized(values, scales.T[None])
+
+
+def weights_of(w):
+    """For the product `[L, B, A]` and for the gradient of rows `[L, A, B]`."""
+    w = padded(w, 1, 2)
+    local, a, b = (*w.shape[:1], w.shape[1] // BLOCK, w.shape[2] // BLOCK)
+    tiles = w.reshape(local, a, BLOCK, b, BLOCK).swapaxes(2, 3)
+    values, scales = quantized(tiles.reshape(local, a, b, BLOCK * BLOCK), BLOCK * BLOCK)
+    values, scales = values.reshape(tiles.shape).swapaxes(2, 3).reshape(w.shape), scales[..., 0]
+    return Quantized(*(np.ascontiguousarray(m.swapaxes(1, 2)) for m in (values, scales))), Quantized(values, scales)
+
+
+def columns_of(x, sizes):
+    x = padded(x, 1)
+    count = x.shape[0] // BLOCK + len(sizes)
+    blocks, at, start = np.zeros((count, BLOCK, x.shape[1]), np.float32), 0, 0
+    for size in sizes:
+        for first in range(0, size, BLOCK):
+            part = x[start + first : start + min(first + BLOCK, size)]
+            blocks[at, : len(part)] = part
+            at += 1
+        start += size
+    values, scales = quantized(blocks.swapaxes(1, 2))
+    return Quantized(np.ascontiguousarray(values.swapaxes(0, 1)).reshape(x.shape[1], -1), scales[..., 0]), at
+
+
+def wide_rows(q):
+    return np.asarray(q.values, np.float64) * np.repeat(np.asarray(q.scales[0].T, np.float64), BLOCK, axis=1)
+
+
+def wide_weights(q):
+    scales = np.repeat(np.repeat(np.asarray(q.scales, np.float64), BLOCK, 1), BLOCK, 2)
+    return (np.asarray(q.values, np.float64) * scales).swapaxes(1, 2)
+
+
+@functools.cache
+def operands(name):
+    sizes, hidden, width, _ = CASES[name]
+    used = sum(sizes)
+    count = -(-(used + 40) // 8) * 8
+    rng = np.random.default_rng(len(name))
+
+    def draw(*shape, scale=1.0):
+        return (rng.standard_normal(shape, np.float32) * scale).astype(ml_dtypes.bfloat16)
+
+    x, cotangent = draw(count, hidden), draw(count, width)
+    x[:used] *= np.exp(rng.standard_normal((used, 1))).astype(ml_dtypes.bfloat16)
+    x[used:], cotangent[used:] = np.nan, np.nan  # unspecified
+    gate, up = (draw(len(sizes), hidden, width, scale=hidden**-0.5) for _ in range(2))
+    down = draw(len(sizes), width, hidden, scale=width**-0.5)
+    return x, gate, up, down, cotangent, np.asarray(sizes, np.int32)
+
+
+def kernels(name):
+    """Each kernel of a case with its operands."""
+    _, hidden, width, tiles = CASES[name]
+    x, gate, up, down, cotangent, sizes = operands(name)
+    (gate_p, gate_g), (up_p, up_g), (down_p, _) = (weights_of(w) for w in (gate, up, down))
+    rows, by = rows_of(x), rows_of(cotangent)
+    columns, _ = columns_of(x, sizes)
+    by_columns, _ = columns_of(cotangent, sizes)
+    given = {"tiles": tiles, "num_sms": NUM_SMS}
+
+    def chained(rows, gate, up, down, sizes):
+        inner, kept = activated_rows(
+            rows, (gate, up), sizes, width=width, activation=SWIGLU, projections=jnp.bfloat16, **given
+        )
+        return kept, rows_by_weights(((inner, down),), sizes, columns=hidden, dtype=jnp.bfloat16, **given)
+
+    def product(rows, gate, sizes):
+        return rows_by_weights(((rows, gate),), sizes, columns=width, dtype=jnp.float16, **given)
+
+    def two(by, gate, up, sizes):
+        return rows_by_weights(((by, gate), (by, up)), sizes, columns=hidden, dtype=jnp.bfloat16, **given)
+
+    def contraction(rows, others, sizes):
+        return rows_by_rows(rows, others, -(-sizes // BLOCK), height=hidden, width=width, dtype=jnp.bfloat16, **given)
+
+    def quantizers(x, w, quantized, sizes):
+        facts, blocks = float8_quantize.blocks_of_groups(sizes, x.shape[0])
+        by_columns, again = (float8_quantize.columns(a, facts) for a in (x, quantized))
+        return (
+            float8_quantize.rows(x),
+            float8_quantize.weights(w, product=True, gradient=True),
+            by_columns,
+            again,
+            blocks,
+        )
+
+    return {
+        "product": (product, (rows, gate_p, sizes)),
+        "chained": (chained, (rows, gate_p, up_p, down_p, sizes)),
+        "two": (two, (by, gate_g, up_g, sizes)),
+        "contraction": (contraction, (columns, by_columns, sizes)),
+        "quantizers": (quantizers, (x, gate, rows, sizes)),
+    }
+
+
+@functools.cache
+def results(name):
+    """Results of all kernels of a case: they are compiled side by side."""
+
+    def run(case):
+        function, given = case
+        return jax.tree.map(np.asarray, jax.jit(function)(*jax.tree.map(jnp.asarray, given)))
+
+    cases = kernels(name)
+    with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
+        return dict(zip(cases, pool.map(run, cases.values()), strict=True))
+
+
+def groups(sizes):
+    ends = np.cumsum(sizes)
+    return [(e, slice(end - size, end)) for e, (end, size) in enumerate(zip(ends, sizes, strict=True)) if size]
+
+
+def assert_near(got, exact, bound, name):
+    """Every element within `bound` of the largest one."""
+    got, scale = np.asarray(got, np.float64), max(np.abs(exact).max(initial=0.0), 1e-6)
+    np.testing.assert_allclose(got / scale, exact / scale, atol=bound, rtol=0, err_msg=name)
+
+
+def by_groups(left, right, sizes):
+    out = np.zeros((left.shape[0], right.shape[2]))
+    for e, group in groups(sizes):
+        out[group] = left[group] @ right[e]
+    return out
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_products(name):
+    sizes, hidden, width, _ = CASES[name]
+    x, gate, up, down, cotangent, _ = operands(name)
+    used = sum(sizes)
+    (gate_p, gate_g), (up_p, up_g), (down_p, _) = (weights_of(w) for w in (gate, up, down))
+    rows, by = wide_rows(rows_of(x)), wide_rows(rows_of(cotangent))
+    of_gate, of_up = (by_groups(rows, wide_weights(w), sizes)[:used, :width] for w in (gate_p, up_p))
+    assert_near(results(name)["product"][:used], of_gate, 2e-3, "product")
+    (got_gate, got_up), out = results(name)["chained"]
+    assert_near(got_gate[:used], of_gate, 5e-3, "gate")
+    assert_near(got_up[:used], of_up, 5e-3, "up")
+    inner = of_gate / (1 + np.exp(-of_gate)) * of_up
+    quantized_inner = wide_rows(rows_of(inner.astype(np.float32)))
+    expected = by_groups(quantized_inner, wide_weights(down_p), sizes)[:used, :hidden]
+    assert_near(out[:used], expected, 2e-2, "down, of the quantized activation")  # a rounding of it may differ
+    difference = np.linalg.norm(np.asarray(out[:used], np.float64) - expected)
+    assert difference <= 8e-3 * np.linalg.norm(expected)
+    expected = sum(by_groups(by, wide_weights(w).swapaxes(1, 2), sizes) for w in (_turned(gate_g), _turned(up_g)))
+    assert_near(results(name)["two"][:used], expected[:used, :hidden], 5e-3, "two products")
+
+
+def _turned(q):
+    """So that `wide_weights` gives `[L, A, B]`, as they lie."""
+    return Quantized(q.values.swapaxes(1, 2), q.scales.swapaxes(1, 2))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_contraction(name):
+    sizes, hidden, width, _ = CASES[name]
+    x, _, _, _, cotangent, _ = operands(name)
+    (left, _), (right, _) = columns_of(x, sizes), columns_of(cotangent, sizes)
+    left, right = (
+        np.asarray(q.values, np.float64) * np.repeat(np.asarray(q.scales, np.float64).T, BLOCK, axis=1)
+        for q in (left, right)
+    )
+    at, exact = 0, np.zeros((len(sizes), hidden, width))
+    for e, size in enumerate(sizes):
+        part = slice(at, at := at + -(-size // BLOCK) * BLOCK)
+        exact[e] = (left[:, part] @ right[:, part].T)[:hidden, :width]
+    assert_near(results(name)["contraction"], exact, 5e-3, "contraction")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_quantized_bits(name):
+    """Values to the bit but for ties: a scale may be off by its last bit."""
+    sizes, hidden, width, _ = CASES[name]
+    x, gate, *_ = operands(name)
+    used = sum(sizes)
+    rows, (product, gradient), by_columns, again, blocks = results(name)["quantizers"]
+
+    def compare(got, expected, what, elements=slice(None), scales=slice(None)):
+        one, other = (np.asarray(a, np.float32)[elements] for a in (got.values, expected.values))
+        assert (one != other).sum() <= 1e-4 * one.size, f"{what}: {(one != other).sum()} of {one.size} values differ"
+        np.testing.assert_allclose(got.scales[scales], expected.scales[scales], rtol=3e-7, err_msg=what)
+
+    expected = rows_of(x)
+    compare(rows, expected, "rows", slice(used), (slice(None), slice(None), slice(used)))
+    for got, wanted, what in zip((product, gradient), weights_of(gate), ("product", "gradient"), strict=True):
+        compare(got, wanted, what)
+    wanted, total = columns_of(x, sizes)
+    assert total == blocks.sum()
+    compare(by_columns, wanted, "columns", (slice(None), slice(total * BLOCK)), slice(total))
+    dequantized = wide_rows(expected).astype(np.float32)
+    wanted, _ = columns_of(dequantized[:, : x.shape[1]], sizes)
+    compare(again, wanted, "columns of quantized rows", (slice(None), slice(total * BLOCK)), slice(total))
+
+
+def test_nan_and_infinity():
+    """A row with one in a block of 128 gives NaN for that row alone; a column of a block of rows too."""
+    sizes = jnp.asarray((100, 60), jnp.int32)
+    x = jax.random.normal(jax.random.key(0), (160, 256), jnp.bfloat16).at[3, 5].set(jnp.nan).at[120, 200].set(jnp.inf)
+    w = jax.random.normal(jax.random.key(1), (2, 256, 128), jnp.bfloat16) / 16
+
+    def both(x, w):
+        out, pull = jax.vjp(lambda x, w: hopper_float8.grouped_matmul(x, None, w, sizes), x, w)
+        return out, pull(jnp.ones_like(out))
+
+    out, (by_x, by_w) = jax.jit(both)(x, w)
+    wrong = np.isnan(np.asarray(out, np.float32))
+    assert wrong[[3, 120]].all() and not np.delete(wrong, [3, 120], 0).any()
+    assert np.isfinite(np.asarray(by_x, np.float32)).all()
+    # rows that were NaN when the forward pass quantized them, 128 columns of them
+    wrong = np.isnan(np.asarray(by_w, np.float32))
+    assert wrong[0, :128].all() and wrong[1, 128:].all() and not wrong[0, 128:].any() and not wrong[1, :128].any()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "hidden", "width", "name"),
+    [((300, 0, 77, 1, 130), 512, 384, "swiglu"), ((200, 9), 200, 72, "clipped_swiglu"), ((64, 64), 320, 448, "relu2")],
+)
+def test_experts_and_their_gradients(sizes, hidden, width, name):
+    """Kernels for whole experts and one by one, beside float32 without quantization."""
+    activation, used = Activation(name), sum(sizes)
+    keys = iter(jax.random.split(jax.random.key(7), 8))
+    count = 1 + activation.gated
+    x, cotangent = (jax.random.normal(next(keys), (used + 3, hidden), jnp.bfloat16) for _ in range(2))
+    first = [
+        jax.random.normal(next(keys), (len(sizes), hidden, width), jnp.bfloat16) * hidden**-0.5 for _ in range(count)
+    ]
+    last = jax.random.normal(next(keys), (len(sizes), width, hidden), jnp.bfloat16) * width**-0.5
+    given = jnp.asarray(sizes, jnp.int32)
+    whole = hopper_float8.whole
+
+    def fused(x, first, last):
+        operands = whole(x, 0, 1), None, tuple(whole(w, 1, 2) for w in first), whole(last, 1, 2), given
+        return hopper_float8.experts(activation, *operands)[:used, :hidden]
+
+    def single(x, first, last):
+        projections = [hopper_float8.grouped_matmul(x, None, w, given).astype(jnp.float32) for w in first]
+        inner = activation(*projections).astype(x.dtype)
+        return hopper_float8.grouped_matmul(inner, None, last, given)[:used]
+
+    def loop(x, first, last):
+        parts, start = [], 0
+        for group, size in enumerate(sizes):
+            part = x[start : start + size]
+            start += size
+            inner = activation(*(jnp.dot(part, w[group], precision="highest") for w in first))
+            parts.append(jnp.dot(inner, last[group], precision="highest"))
+        return jnp.concatenate(parts)
+
+    def both(function, operands):
+        out, pull = jax.vjp(function, *operands)
+        return out, pull(cotangent[:used].astype(out.dtype))
+
+    exact = both(loop, jax.tree.map(lambda a: a.astype(jnp.float32), (x, first, last)))
+    for function in (fused, single):
+        got = jax.jit(lambda *operands, function=function: both(function, operands))(x, first, last)
+        for path, other in jax.tree_util.tree_leaves_with_path(exact):
+            one = functools.reduce(lambda tree, key: tree[key.idx], path, got)
+            one, other = (np.asarray(a, np.float64)[: None if a.ndim == 3 else used].ravel() for a in (one, other))
+            cosine = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+            assert cosine > 0.997, f"{function.__name__}, {jax.tree_util.keystr(path)}: {cosine}"
+
+
+def test_a_layer():
+    """`moe_mlp` of one rank with rows from an fp8 wire, value and gradients, near the one in bfloat16."""
+    tokens, experts, hidden, width = 256, 8, 512, 384
+    keys = iter(jax.random.split(jax.random.key(3), 8))
+    x, cotangent = (jax.random.normal(next(keys), (tokens, hidden), jnp.bfloat16) for _ in range(2))
+    weights, idx = jax.lax.top_k(jax.random.uniform(next(keys), (tokens, experts)), 2)
+    shapes = (experts, hidden, width), (experts, hidden, width), (experts, width, hidden)
+    matrices = [jax.random.normal(next(keys), shape, jnp.bfloat16) * shape[1] ** -0.5 for shape in shapes]
+    mesh = jax.make_mesh((1,), ("ep",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
+
+    def run(**options):
+        def body(x, idx, weights, matrices):
+            return xm.moe_mlp(x, idx, weights, *matrices, num_experts=experts, axis_name="ep", **options)
+
+        def layer(x, weights, matrices):
+            return jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))(x, idx, weights, matrices)
+
+        def both(x, weights, matrices):
+            out, pull = jax.vjp(layer, x, weights, matrices)
+            return out, pull(cotangent)
+
+        return jax.jit(both)(x, weights, matrices)
+
+    got, exact = run(experts="float8_e4m3fn", grouped_matmul="hopper", wire="float8_e4m3fn"), run()
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(exact), strict=True):
+        one, other = (np.asarray(a, np.float64).ravel() for a in (one, other))
+        cosine = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+        assert cosine > 0.996, f"{jax.tree_util.keystr(path)}: {cosine}"

@@ -1,0 +1,233 @@
+"""Experts in fp8 on Hopper GPUs: the rule of `float8` by kernels, for single matmuls and for a whole expert.
+
+Of a whole expert, the activation is quantized where it is made, from float32 projections, and goes into the second
+matmul as it is. The backward pass makes it again from projections in the dtype of the rows. Quantized weights are kept
+for it as they lie: half a byte of memory for each byte of the weights in bfloat16.
+
+Where a combine weights the rows, their weights go into the backward pass in front of the last matmul, as `combined`
+explains.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xen_moe_jax._jax_internals import varying_axes
+from xen_moe_jax._mesh import vary
+from xen_moe_jax._overlap import in_overlap
+from xen_moe_jax._quantized_weight import QuantizedWeight
+from xen_moe_jax._types import BlockScaled
+from xen_moe_jax.experts import hopper
+from xen_moe_jax.pallas_kernels.hopper import float8_quantize
+from xen_moe_jax.pallas_kernels.hopper.activations import Activation
+from xen_moe_jax.pallas_kernels.hopper.float8_contraction import rows_by_rows
+from xen_moe_jax.pallas_kernels.hopper.float8_rows import BLOCK, Quantized, activated_rows, rows_by_weights
+from xen_moe_jax.pallas_kernels.hopper.tiles import ROW_ALIGNMENT, Tiles
+
+TILES = Tiles(k=BLOCK)
+"""Tiles of all kernels: of the two halves of its columns, the kernel of an activation gives one to each projection."""
+UNIT, LEAST = 64, 128
+"""Hidden sizes and widths are padded to multiples of UNIT, and to LEAST, by a copy of rows and weights."""
+
+
+def why_not(rows: Any, weights: Any) -> str | None:
+    """Returns why the kernels cannot multiply `rows [C, A]` by `weights [L, A, B]`, or None. It needs no device."""
+    if rows.dtype.name not in hopper.DTYPES:
+        return f"the rows are {rows.dtype.name}: none of {' and '.join(hopper.DTYPES)}"
+    if not isinstance(weights, QuantizedWeight) and weights.dtype.name not in hopper.DTYPES:
+        return f"the weights are {weights.dtype.name}: none of {' and '.join(hopper.DTYPES)}"
+    if 0 in rows.shape or 0 in weights.shape:
+        return "an operand is empty"
+    return None
+
+
+def supports(rows: Any, weights: Any) -> bool:
+    """True if the kernels can multiply such operands on this machine."""
+    return hopper.on_hopper() and why_not(rows, weights) is None
+
+
+def _tiles() -> Tiles:
+    return dataclasses.replace(TILES, claimed=in_overlap())
+
+
+def _fitting(size: int) -> int:
+    return max(LEAST, -(-size // UNIT) * UNIT)
+
+
+def whole(array: Any, *axes: int) -> Any:
+    """Pads `axes` with zeros to sizes that the kernels take: axis 0 counts rows, the other axes count columns."""
+    if array is None:
+        return None
+    if isinstance(array, QuantizedWeight):
+        return array  # padded when it is laid out
+    widths = [(0, 0)] * array.ndim
+    for axis in axes:
+        size = array.shape[axis]
+        widths[axis] = (0, -size % ROW_ALIGNMENT if axis == 0 else _fitting(size) - size)
+    return jnp.pad(array, widths) if any(more for _, more in widths) else array
+
+
+def _varying(tree: Any, like: Any) -> Any:
+    return jax.tree.map(lambda array: vary(array, varying_axes(like)), tree)
+
+
+def _rows(x: jax.Array, arrived: BlockScaled | None) -> Quantized:
+    """`x [C, A]` for a product: quantized, or as it arrived, padded to the same sizes."""
+    if arrived is None:
+        return _varying(float8_quantize.rows(x), x)
+    below = x.shape[0] - arrived.values.shape[0]
+    beside = -(-x.shape[1] // BLOCK) * BLOCK
+    values = jnp.pad(arrived.values, ((0, below), (0, beside - arrived.values.shape[1])))
+    scales = jnp.pad(arrived.scales, ((0, below), (0, beside // BLOCK - arrived.scales.shape[1])))
+    return Quantized(values, scales.T[None])
+
+
+def _layouts(weight: Any, *, product: bool, gradient: bool) -> tuple[Quantized | None, Quantized | None]:
+    """A weight `[L, A, B]` quantized for a product and for the gradient of rows."""
+    if not isinstance(weight, QuantizedWeight):
+        return _varying(float8_quantize.weights(weight, product=product, gradient=gradient), weight)
+    _, a, b = weight.values.shape
+    ends = [-(-_fitting(size) // BLOCK) for size in (a, b)]
+    values = jnp.pad(weight.values, [(0, 0), *((0, end * BLOCK - size) for end, size in zip(ends, (a, b)))])
+    scales = jnp.pad(weight.scales, [(0, 0), *((0, end - n) for end, n in zip(ends, weight.scales.shape[1:]))])
+    turned = Quantized(values.swapaxes(1, 2), scales.swapaxes(1, 2))
+    return turned if product else None, Quantized(values, scales) if gradient else None
+
+
+def _columns(array: Any, blocks: jax.Array, like: Any) -> Quantized:
+    return _varying(float8_quantize.columns(array, blocks), like)
+
+
+def _times(pairs: Sequence[Any], group_sizes: Any, columns: int, like: Any) -> Any:
+    out = rows_by_weights(tuple(pairs), group_sizes, columns=columns, dtype=like.dtype, tiles=_tiles())
+    return vary(out, varying_axes(like))
+
+
+def _by_weight(rows: Quantized, others: Quantized, blocks: Any, shape: Sequence[int], like: Any) -> Any:
+    height, width = shape[1:]
+    out = rows_by_rows(rows, others, blocks, height=height, width=width, dtype=like.dtype, tiles=_tiles())
+    return vary(out, varying_axes(like))
+
+
+def grouped_matmul(x: Any, arrived: BlockScaled | None, weights: Any, group_sizes: Any) -> Any:
+    """Rows `x [C, A]`, or what arrived in their place, times `weights [L, A, B]` -> `[C, B]`."""
+    padded = whole(x, 0, 1), whole(weights, 1, 2)
+    return _multiply(padded[0], arrived, padded[1], group_sizes)[: x.shape[0], : weights.shape[2]]
+
+
+@jax.custom_vjp
+def _multiply(x: Any, arrived: Any, weights: Any, group_sizes: Any) -> Any:
+    product, _ = _layouts(weights, product=True, gradient=False)
+    return _times([(_rows(x, arrived), product)], group_sizes, _fitting(weights.shape[2]), x)
+
+
+def _forward(x: Any, arrived: Any, weights: Any, group_sizes: Any) -> tuple[Any, Any]:
+    rows = _rows(x, arrived)
+    product, gradient = _layouts(weights, product=True, gradient=True)
+    out = _times([(rows, product)], group_sizes, _fitting(weights.shape[2]), x)
+    return out, (rows, gradient, group_sizes, _shape_of(x), _shape_of(weights))
+
+
+def _shape_of(array: Any) -> Any:
+    """An array without elements that has dtype and shape of `array`, or None of a QuantizedWeight."""
+    if isinstance(array, QuantizedWeight):
+        return None
+    return vary(jnp.zeros((0, *array.shape), array.dtype), varying_axes(array))
+
+
+def _backward(kept: Any, cotangent: Any) -> tuple[Any, ...]:
+    rows, gradient, group_sizes, of_x, of_weights = kept
+    by_x = _times([(_rows(cotangent, None), gradient)], group_sizes, of_x.shape[2], of_x)
+    by_weights = None
+    if of_weights is not None:
+        facts, blocks = float8_quantize.blocks_of_groups(group_sizes, cotangent.shape[0])
+        left, right = (_columns(a, facts, cotangent) for a in (rows, cotangent))
+        by_weights = _by_weight(left, right, blocks, of_weights.shape[1:], of_weights)
+    return by_x, None, by_weights, None
+
+
+_multiply.defvjp(_forward, _backward)
+
+
+def run(
+    activation: Activation, x: Any, arrived: Any, first: Sequence[Any], last: Any, group_sizes: Any, *, keep: bool
+) -> tuple[Any, Any]:
+    """An expert's rows `[C, H]`, and with `keep` what `back` needs.
+
+    Args:
+      x: `[C, H]`; only its shape and dtype count where rows have `arrived`.
+      first: weights of the projections, `[L, H, F]` each.
+      last: `[L, F, H]`.
+    """
+    rows = _rows(x, arrived)
+    laid_out = [_layouts(w, product=True, gradient=keep) for w in first]
+    turned, lying = _layouts(last, product=True, gradient=keep)
+    inner, projections = _varying(
+        activated_rows(
+            rows,
+            tuple(product for product, _ in laid_out),
+            group_sizes,
+            width=_fitting(first[0].shape[2]),
+            activation=activation,
+            projections=x.dtype if keep else None,
+            tiles=_tiles(),
+        ),
+        x,
+    )
+    out = _times([(inner, turned)], group_sizes, x.shape[1], x)
+    if not keep:
+        return out, None
+    shapes = _shape_of(x), [_shape_of(w) for w in first], _shape_of(last)
+    return out, (rows, projections, [gradient for _, gradient in laid_out], lying, group_sizes, shapes)
+
+
+def back(activation: Activation, kept: Any, cotangent: Any, row_weights: Any = None) -> tuple[Any, ...]:
+    """Cotangents of `x`, `first`, `last` and float32 `row_weights [C]`, which weight the rows of `run`."""
+    rows, projections, first, last, group_sizes, (of_x, of_first, of_last) = kept
+    facts, blocks = float8_quantize.blocks_of_groups(group_sizes, cotangent.shape[0])
+    width = projections[0].shape[1]
+    by_inner = _times([(_rows(cotangent, None), last)], group_sizes, width, of_x).astype(jnp.float32)
+    wide = [p.astype(jnp.float32) for p in projections]
+    inner, by_row_weights = activation(*wide), None
+    if row_weights is not None:
+        by_row_weights = jnp.sum(inner * by_inner, axis=1)
+        inner, by_inner = inner * row_weights[:, None], by_inner * row_weights[:, None]
+    by_projections = [a.astype(of_x.dtype) for a in activation.gradients(by_inner, *wide)]
+    by_last = None
+    if of_last is not None:
+        left, right = (_columns(a, facts, cotangent) for a in (inner.astype(of_x.dtype), cotangent))
+        by_last = _by_weight(left, right, blocks, of_last.shape[1:], of_last)
+    pairs = [(_rows(by, None), gradient) for by, gradient in zip(by_projections, first, strict=True)]
+    by_x = _times(pairs, group_sizes, of_x.shape[2], of_x)
+    by_first = [None] * len(first)
+    if any(of is not None for of in of_first):
+        columns = _columns(rows, facts, cotangent)
+        by_first = [
+            None if of is None else _by_weight(columns, _columns(by, facts, cotangent), blocks, of.shape[1:], of)
+            for by, of in zip(by_projections, of_first, strict=True)
+        ]
+    return by_x, by_first, by_last, by_row_weights
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def experts(activation: Activation, x: Any, arrived: Any, first: Any, last: Any, group_sizes: Any) -> Any:
+    """`run` with its derivatives; `whole` sizes are the caller's part."""
+    return run(activation, x, arrived, first, last, group_sizes, keep=False)[0]
+
+
+def _experts_forward(activation: Activation, *operands: Any) -> tuple[Any, Any]:
+    return run(activation, *operands, keep=True)
+
+
+def _experts_backward(activation: Activation, kept: Any, cotangent: Any) -> tuple[Any, ...]:
+    by_x, by_first, by_last, _ = back(activation, kept, cotangent)
+    return by_x, None, tuple(by_first), by_last, None
+
+
+experts.defvjp(_experts_forward, _experts_backward)
