@@ -143,6 +143,7 @@ def _shape_of(array: Any) -> Any:
 
 def _backward(kept: Any, cotangent: Any) -> tuple[Any, ...]:
     rows, gradient, group_sizes, of_x, of_weights = kept
+    cotangent = hopper.first_order(cotangent)
     by_x = _times([(_rows(cotangent, None), gradient)], group_sizes, of_x.shape[2], of_x)
     by_weights = None
     if of_weights is not None:
@@ -190,6 +191,7 @@ def run(
 def back(activation: Activation, kept: Any, cotangent: Any, row_weights: Any = None) -> tuple[Any, ...]:
     """Cotangents of `x`, `first`, `last` and float32 `row_weights [C]`, which weight the rows of `run`."""
     rows, projections, first, last, group_sizes, (of_x, of_first, of_last) = kept
+    projections, cotangent, row_weights = jax.tree.map(hopper.first_order, (projections, cotangent, row_weights))
     facts, blocks = float8_quantize.blocks_of_groups(group_sizes, cotangent.shape[0])
     width = projections[0].shape[1]
     by_inner = _times([(_rows(cotangent, None), last)], group_sizes, width, of_x).astype(jnp.float32)
