@@ -80,7 +80,8 @@ def _primitive(operation: str, shapes: Callable[..., Sequence[ShapeDtype]]) -> P
         return _results(avals[0], shapes(*avals, **params)), _effects(params)
 
     def outside(*_: Any, **params: Any) -> Any:
-        within = "jax.jit" if _mesh.group_of(_axis_of(params)) is not None else "jax.shard_map"
+        axis_name = _axis_of(params)
+        within = "jax.jit" if axis_name and _mesh.group_of(axis_name) is not None else "jax.shard_map"
         raise ValueError(f"xen_moe_{operation} was called with concrete arrays outside {within}")
 
     primitive.def_impl(outside)
@@ -115,11 +116,13 @@ def _effects(params: dict[str, Any]) -> Any:
     config = params["config"]
     if config.backend == "pallas" and config.interpret:
         return _jax_internals.interpret_effects()
-    return _ranks.effects(_axis_of(params), config)
+    axis_name = _axis_of(params)
+    return _ranks.effects(axis_name, config) if axis_name else set()
 
 
 def _axis_of(params: dict[str, Any]) -> tuple[str, ...]:
-    return params["spec"].axis_name if "spec" in params else params["axis_name"]
+    """Returns the axes of the ranks; none for a composite that reaches no other rank, or on TPUs alone."""
+    return params["spec"].axis_name if "spec" in params else params.get("axis_name", ())
 
 
 def _lowering(

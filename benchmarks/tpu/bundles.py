@@ -8,12 +8,14 @@ its loops over all ranks as often as they turn.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import math
 import pathlib
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from benchmarks.tpu.dump import Loop, request_dump, take_dump
 
@@ -364,10 +366,27 @@ def scalar_operations(text: str) -> dict[str, int]:
 # -- a program ---------------------------------------------------------------------------------------------------------
 
 
+GROUPED = {"xen_moe_grouped_transposed": 1}
+"""Kernels of the gradients of grouped matmuls, and the dimension of their grids that counts visits."""
+
+
+class Grid(NamedTuple):
+    """A call of a kernel of grouped matmuls.
+
+    Attributes:
+      given: a number that is larger where a step has more products. steps: of a visit. rows: of a tile.
+    """
+
+    kernel: str
+    given: int
+    steps: int
+    rows: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """A compiled operation. `blocks`: rows or tokens of a step of each kernel, as the policy chose them.
-    `every_kernel`: also those that share a name.
+    `every_kernel`: also those that share a name. `grids`: of each call of a kernel of grouped matmuls.
     """
 
     text: str
@@ -375,6 +394,7 @@ class Program:
     blocks: dict[str, int]
     compiled: Any = None
     every_kernel: tuple[tuple[str, Loop], ...] = ()
+    grids: tuple[Grid, ...] = ()
 
 
 def compile_counted(compile_program: Callable[[], Any], folder: str) -> Program:
@@ -390,12 +410,35 @@ def compile_counted(compile_program: Callable[[], Any], folder: str) -> Program:
         return chosen
 
     hardware.launch = recorded  # type: ignore[assignment]
+    grids: list[Grid] = []
     try:
-        compiled = compile_program()
+        with recorded_grids(grids):
+            compiled = compile_program()
     finally:
         hardware.launch = launch
     kernels = take_dump(folder)
-    return Program(compiled.as_text(), dict(kernels), blocks, compiled, tuple(kernels))
+    return Program(compiled.as_text(), dict(kernels), blocks, compiled, tuple(kernels), tuple(grids))
+
+
+@contextlib.contextmanager
+def recorded_grids(grids: list[Grid]) -> Iterator[None]:
+    """Inside this context, `Launch.call` writes down the grids of grouped matmuls."""
+    from xen_moe_jax.pallas_kernels.launch import Launch
+
+    call = Launch.call
+
+    def recorded(self: Any, *args: Any, name: str, grid_spec: Any, **kwargs: Any) -> Any:
+        if name in GROUPED:
+            given = sum(math.prod(n or 1 for n in spec.block_shape) for spec in grid_spec.in_specs)
+            steps = math.prod(grid_spec.grid) // grid_spec.grid[GROUPED[name]]
+            grids.append(Grid(name, given, steps, grid_spec.in_specs[0].block_shape[0]))
+        return call(self, *args, name=name, grid_spec=grid_spec, **kwargs)
+
+    Launch.call = recorded  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Launch.call = call  # type: ignore[method-assign]
 
 
 def grouping(program: Program) -> Grouping:

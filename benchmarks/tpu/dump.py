@@ -23,7 +23,8 @@ MEETING = re.compile(r"\bvwait\b")
 """Waits on a semaphore of another rank; a DMA is waited for by another operation."""
 SIGNAL = re.compile(r"\bvsyncadd\.remote\b")
 """Signals a semaphore of another rank."""
-KERNEL = re.compile(r"-(xen_moe_\w+?)(?:\.\d+)*(?:\.\w+)*-\d+-final_bundles\.txt$")
+KERNEL = re.compile(r"-(?:jvp_|transpose_)*(xen_moe_\w+?)_*(?:\.\d+)*(?:\.\w+)*-\d+-final_bundles\.txt$")
+"""A kernel's name in that of a file. Of a kernel in a derivative JAX writes `jvp(name)`, and XLA `_` for brackets."""
 SHARED = ("BarrierMegacore", "barrier-megacore")
 """Names in a kernel whose grid is divided between two cores: the cores meet when it begins (the second name is
 v4's)."""

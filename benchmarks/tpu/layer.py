@@ -25,13 +25,15 @@ from benchmarks.tpu import bundles as tpu_bundles
 from benchmarks.tpu import layer_floor
 from benchmarks.tpu import programs as tpu_programs
 from benchmarks.tpu import topologies as tpu_topologies
+from benchmarks.tpu.dump import Loop
 
 NOTICE = """\
 Estimates: no TPU ran this. Memory of one device as the compiled program has it: temporary bytes as XLA reports them,
 which count gaps between buffers twice, and the bytes that temporary buffers take, gaps once. Wire: bytes that leave a
 device in the two exchanges of the forward and the two of the backward pass, with uniform routing, over the all-to-all
 bandwidth of the torus. Kernels: VLIW bundles of our kernels, one a cycle. XLA: its own estimate of its operations; the
-grouped matmuls (the same in both), scalar gathers, sorts and collectives have none and are not in it."""
+grouped matmuls, scalar gathers, sorts and collectives have none and are not in it. grouped_us: bundles of our kernels
+of the matmuls' gradients, for all steps of their grids."""
 TARGETS = {
     "v5p:2x2x1": "v5p",
     "v5e:2x4": "v5e",
@@ -45,7 +47,9 @@ TARGETS = {
 SIZES = {"hidden": 7168, "experts": 256, "top_k": 8}
 TOKENS, WIDTH = 4096, 2048
 """DeepSeek-V3's layer, with the tokens of a device that the other figures have."""
-MATMULS = ("ragged_dot", "tokamax")
+MATMULS = ("auto", "ragged_dot", "tokamax")
+"""The first is what our layer takes where tokamax is not installed: `ragged_dot`, and kernels of ours for its
+gradients."""
 PROGRAMS = ("xen_moe_jax", "jax.lax.ragged_all_to_all")
 """Names of `layer_programs.OWN` and `layer_programs.PEER`."""
 IDENTITY = ("topology", "program", "matmul")
@@ -85,6 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         for topology in options.topologies:
             for program in options.programs:
+                if (program, matmul) == (PROGRAMS[1], "auto"):
+                    continue  # the peer's experts take the choice by name
                 if known(document, topology, program, matmul) and not options.again:
                     continue
                 report.progress(f"{topology} {program} {matmul}")
@@ -156,6 +162,7 @@ def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) ->
     seconds = time.monotonic() - begin
     us = 1e6 / chip.clock_hz
     counted, uncounted = kernel_cycles(compiled, devices, seed)
+    grouped = grouped_cycles(compiled, devices, seed)
     own = program == tpu_layer_programs.OWN
     version = {"tokamax": importlib.metadata.version("tokamax")} if matmul == "tokamax" else {}
     ici = ici_bytes(own, devices, seed)
@@ -173,6 +180,7 @@ def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) ->
         "wire_us": round(chip.all_to_all_us(ici, devices), 1),
         "kernels_us": round(sum(counted.values()) * us, 1),
         "by_kernel_us": {name: round(cycles * us, 1) for name, cycles in counted.items()},
+        "grouped_us": {name: round(cycles * us, 1) for name, cycles in grouped.items()},
         "uncounted": uncounted,
         "xla_us": round(tpu_bundles.xla_cycles(compiled.text) * us, 1),
         "scalar_operations": tpu_bundles.scalar_operations(compiled.text),
@@ -189,6 +197,8 @@ def kernel_cycles(program: tpu_bundles.Program, devices: int, seed: int) -> tupl
     counted: dict[str, float] = {}
     uncounted = {}
     for name, loop in program.every_kernel:
+        if name in tpu_bundles.GROUPED:
+            continue
         if name not in works:
             uncounted[name] = "its trips are not modelled"
             continue
@@ -197,6 +207,46 @@ def kernel_cycles(program: tpu_bundles.Program, devices: int, seed: int) -> tupl
         except ValueError as error:
             uncounted[name] = str(error)[:200]
     return counted, uncounted
+
+
+def grouped_cycles(program: tpu_bundles.Program, devices: int, seed: int) -> dict[str, float]:
+    """Cycles of the kernels of the matmuls' gradients by name, instances of one name together. Steps with more products
+    have more bundles: kernels and the calls that were traced are matched in this order. Calls of the same shapes may
+    be one kernel. Visits without rows, which end at once, are left out.
+
+    Raises:
+      ValueError: there are other kernels than calls.
+    """
+    routing = tpu_bundles.uniform_routing(
+        TOKENS, devices, SIZES["experts"], SIZES["top_k"], tpu_bundles.Grouping(16), seed
+    )
+    found = {}
+    for name in tpu_bundles.GROUPED:
+        calls = collections.Counter(grid for grid in program.grids if grid.kernel == name)
+        loops = sorted((loop for kernel, loop in program.every_kernel if kernel == name), key=_step)
+        alike = len(loops) == len(calls)
+        grids = sorted(calls if alike else calls.elements())
+        if len(grids) != len(loops):
+            raise ValueError(f"{name}: {len(loops)} kernels in the dump, {sum(calls.values())} calls")
+        found[name] = 0.0
+        for grid, loop in zip(grids, loops, strict=True):
+            steps = (calls[grid] if alike else 1) * grid.steps * visits(routing.experts, grid.rows)
+            found[name] += steps * _step(loop) / loop.cores
+    return {name: cycles for name, cycles in found.items() if cycles}
+
+
+def visits(sizes: tuple[int, ...], rows: int) -> int:
+    """Tiles of so many rows that the rows of each expert lie in."""
+    begin = total = 0
+    for size in sizes:
+        total += -(-(begin + size) // rows) - begin // rows if size else 0
+        begin += size
+    return total
+
+
+def _step(kernel: Loop) -> int:
+    """Bundles of one step of a kernel's grid."""
+    return sum(loop.bundles for loop in kernel.all_inner())
 
 
 def ici_bytes(own: bool, devices: int, seed: int) -> int:

@@ -22,7 +22,7 @@ from jax.interpreters import batching
 from xen_moe_jax._jax_internals import RAGGED_DOT
 from xen_moe_jax._mesh import vary_alike
 from xen_moe_jax._primitive import in_turn
-from xen_moe_jax.experts import hopper
+from xen_moe_jax.experts import hopper, on_tpu
 
 GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """`(rows [C, A], weights [L, A, B], group_sizes int32 [L]) -> [C, B]`; rows past the last group are unspecified."""
@@ -147,6 +147,8 @@ def auto(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Arr
     `automatic`."""
     if by_hopper("auto", rows, weights):
         return hopper.grouped_matmul(rows, weights, group_sizes)
+    if by_pallas("auto", rows, weights):
+        return on_tpu.products(rows, [weights], group_sizes)[0]
     return BY_NAME[automatic(jax.default_backend())](rows, weights, group_sizes)
 
 
@@ -161,6 +163,12 @@ def by_hopper(grouped_matmul: str | GroupedMatmul, rows: jax.Array, weights: jax
     if hopper.on_hopper() and (grouped_matmul == "auto" or supported):
         _warn_once(why_not(rows.shape[1], weights.shape[2], rows.dtype, weights.dtype, weights.shape[0]))
     return supported
+
+
+def by_pallas(grouped_matmul: str | GroupedMatmul, rows: Any, weights: Any) -> bool:
+    """True if the gradient of such rows on a TPU is this library's kernel: with "auto" where tokamax is not
+    installed."""
+    return grouped_matmul == "auto" and not installed() and on_tpu.supports(rows, weights)
 
 
 def why_not(depth: int, columns: int, dtype: Any, weights_dtype: Any = None, groups: int = 1) -> str | None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from xen_moe_jax._quantized_weight import widened
 from xen_moe_jax._types import experts_of_rows
-from xen_moe_jax.experts import float8, grouped_matmul, hopper, hopper_float8, quantized
+from xen_moe_jax.experts import float8, grouped_matmul, hopper, hopper_float8, on_tpu, quantized
 from xen_moe_jax.experts.function import ExpertFunction
 
 Weights = dict[str, Any]
@@ -157,8 +157,12 @@ def inner_rows(
     if all(grouped_matmul.by_hopper(config.grouped_matmul, x, weights[name]) for name in names):
         both, added = weights_and_biases(config, weights)
         return hopper.activated(x, both, group_sizes, added, row_weights, activation=in_kernels(config))
-    matmul = grouped_matmul.choose(config.grouped_matmul)
-    projections = [biases.add(matmul(x, weights[name], group_sizes), name) for name in names]
+    if all(grouped_matmul.by_pallas(config.grouped_matmul, x, weights[name]) for name in names):
+        products = list(on_tpu.products(x, [weights[name] for name in names], group_sizes))
+    else:
+        matmul = grouped_matmul.choose(config.grouped_matmul)
+        products = [matmul(x, weights[name], group_sizes) for name in names]
+    projections = [biases.add(product, name) for name, product in zip(names, products, strict=True)]
     return _activated(config, projections, biases.used_weights(row_weights))
 
 
