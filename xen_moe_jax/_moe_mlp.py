@@ -165,7 +165,7 @@ def moe_mlp(
         }
         sending |= {"placement": placement, "balance": balance, "slots_per_rank": slots_per_rank}
         on_its_own = all(value is None for name, value in sending.items() if name not in ("capacity", "drop"))
-        on_its_own &= combine_wire is None and math.prod(_validate.axes(axis_name, CALLER)[1]) == 1
+        on_its_own &= combine_wire is None and math.prod(_validate.axes(axis_name, CALLER, groups=True)[1]) == 1
         if on_its_own and gathered.takes(function, weights, values, topk_idx, capacity):
             routed = dispatch(
                 gathered.numbers(x), topk_idx, topk_weights, **routing, **sending, config=gathered.alone(config)
@@ -246,7 +246,7 @@ def _info(routed: Routed) -> MoEMLPInfo:
 def _num_local(num_experts: Any, axis_name: Any, placement: Any) -> int:
     """Returns the experts of a rank, or the slots of a rank of a placement."""
     total = _validate.integer(num_experts, "num_experts", CALLER, minimum=1)
-    num_ranks = math.prod(_validate.axes(axis_name, CALLER)[1])
+    num_ranks = math.prod(_validate.axes(axis_name, CALLER, groups=True)[1])
     if placement is None:
         return -(-total // num_ranks)
     _validate.placement(placement, total, num_ranks, CALLER)

@@ -279,7 +279,7 @@ def _axis(axis_name: Any, num_ranks: int, caller: str) -> tuple[str, ...]:
             f"{ {name: _mesh.axis_size(name) for name in manual} }: say which with axis_name="
         )
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
-    missing = [name for name in names if name not in manual and _mesh.group_of((name,)) is None]
+    missing = [name for name in names if name not in manual]
     if missing or math.prod(map(_mesh.axis_size, names)) != num_ranks:
         raise ValueError(
             f"Placement.{caller}: axis_name={axis_name!r}: must be manual axes (inside jax.shard_map) with the "

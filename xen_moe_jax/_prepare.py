@@ -149,7 +149,7 @@ def dispatch(
         raise ValueError(f"{caller}: wire={wire!r} with a BlockScaled x: it is quantized already; pass wire=None")
     num_experts = _validate.integer(num_experts, "num_experts", caller, minimum=1)
     _validate.names_every_expert(topk_idx, num_experts, caller)
-    names, sizes = _validate.axes(axis_name, caller)
+    names, sizes = _validate.axes(axis_name, caller, groups=True)
     entries = num_experts
     if placement is not None:
         _validate.placement(placement, num_experts, math.prod(sizes), caller)

@@ -20,8 +20,11 @@ from xen_moe_jax._types import BlockScaled, Handle
 FLOATS = ("float32", "bfloat16", "float16")
 
 
-def axes(axis_name: Any, caller: str, *, most: int = 2) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Returns names and sizes of the mesh axes that the call runs over, at most `most` of them."""
+def axes(
+    axis_name: Any, caller: str, *, most: int = 2, groups: bool = False
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Returns names and sizes of the mesh axes that the call runs over, at most `most` of them. `groups`: the axis of
+    an elastic.Group will do."""
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     if not names or len(names) > most or not all(isinstance(n, str) for n in names) or len(set(names)) != len(names):
         raise ValueError(
@@ -30,7 +33,13 @@ def axes(axis_name: Any, caller: str, *, most: int = 2) -> tuple[tuple[str, ...]
         )
     manual = _mesh.manual_axes()
     for name in names:
-        if name not in manual and (len(names) > 1 or _mesh.group_of(names) is None):
+        in_group = _mesh.group_of((name,)) is not None
+        if in_group and not (groups and len(names) == 1):
+            raise ValueError(
+                f"{caller}: axis_name={axis_name!r}: {name!r} is the axis of an elastic.Group; over it run dispatch, "
+                "combine, redispatch and moe_mlp"
+            )
+        if name not in manual and not in_group:
             where = f"the manual axes here are {manual}" if manual else "there is no manual axis here"
             raise ValueError(
                 f"{caller}: axis_name={axis_name!r}: {where}. Call it inside jax.shard_map over a mesh that has axis "
@@ -272,7 +281,7 @@ def handle(value: Any, caller: str) -> Handle:
         raise TypeError(
             f"{caller}: handle is a {type(value).__name__}: pass the `handle` field of what dispatch returned"
         )
-    names, sizes = axes(value.spec.axis_name, f"{caller} (axis_name of the handle)")
+    names, sizes = axes(value.spec.axis_name, f"{caller} (axis_name of the handle)", groups=True)
     if sizes != value.spec.axis_sizes:
         raise ValueError(
             f"{caller}: the handle was made over axis {names} of size {value.spec.axis_sizes}, here it has size "

@@ -96,6 +96,29 @@ def test_no_hidden_dimension_and_no_jit(group):
         layer(jnp.ones((4, 8)), jnp.zeros((4, 1), jnp.int32), group.active())
 
 
+def test_the_routed_mlp(group):
+    rng = np.random.default_rng(4)
+    gate, up, down = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 8, 6), (2, 8, 6), (2, 6, 8)))
+    x, weights = jnp.asarray(rng.standard_normal((4, 8)), jnp.float32), jnp.ones((4, 1))
+    idx = jnp.asarray([[0], [4], [5], [-1]], jnp.int32)
+
+    def mlp(x, active):
+        return xm.moe_mlp(x, idx, weights, gate, up, down, num_experts=6, axis_name="alone", active=active)
+
+    dense = [(jax.nn.silu(x[t] @ gate[e]) * (x[t] @ up[e])) @ down[e] for t, e in ((1, 0), (2, 1))]
+    found = jax.jit(mlp)(x, group.active())
+    np.testing.assert_allclose(found[1:3], jnp.stack(dense), rtol=1e-5)
+    assert (found[0] == 0).all() and (found[3] == 0).all()
+
+
+@pytest.mark.parametrize("call", [xm.all_to_all, xm.ragged_all_to_all])
+def test_exchanges_that_a_group_does_not_have(group, call):
+    operands = (jnp.ones((3, 2)),) if call is xm.all_to_all else (jnp.ones((3, 2)),) * 2 + (jnp.ones(3, jnp.int32),) * 4
+    rest = {"split_axis": 0, "concat_axis": 0} if call is xm.all_to_all else {}
+    with pytest.raises(ValueError, match="is the axis of an elastic.Group"):
+        jax.jit(lambda *a: call(*a, axis_name="alone", **rest))(*operands)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
