@@ -34,7 +34,8 @@ from xen_moe_jax.pallas_kernels.peers import Axes
 MOST_ROWS = 96
 """Most rows of a matrix product of a whole layer: sums of 512 columns fill three quarters of the registers."""
 ROWS_OF_ONE_CORE = 80
-"""Most rows of a matrix product with which the matrix units of one core of two keep up with HBM (v5p: 83)."""
+"""Most rows of a matrix product with which the matrix units of one core of two keep up with HBM (v5p: 83). Weights of
+one byte, of which HBM gives twice as many and which are converted, need both cores."""
 MOST_AHEAD, LEAST_AHEAD = 96, 2
 """Slabs of weights that travel while a layer's rows do, at most and at least."""
 LEAST_KEPT = 512
@@ -251,7 +252,7 @@ def layer_pieces(
         return None
     mean = tokens * top_k / (local * part)
     rows = min(-(-int(mean + 2 * math.sqrt(mean)) // GROUP) * GROUP, MOST_ROWS)
-    if cores > 1 and rows > ROWS_OF_ONE_CORE:
+    if cores > 1 and (rows > ROWS_OF_ONE_CORE or matrices.scaled is not None):
         return None
     record, reserved = record_of(hidden, matrices.dtype), matrices.bytes_beside(hidden)
     for room, in_hbm, size in itertools.product(ROOM, (False, True), (512, 256, 128)):
