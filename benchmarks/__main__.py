@@ -24,6 +24,7 @@ MODES = {
     "tpu-layer": ("benchmarks.tpu.layer", "a compiled layer with its gradients for TPUs; no TPU needed"),
     "cuda-tuning": ("benchmarks.ops.cuda_tuning", "CUDA operations over thread blocks and their roles"),
     "host-cost": ("benchmarks.ops.host_cost", "what a call costs the host"),
+    "all-gather": ("benchmarks.ops.all_gather", "all_gather and all_gather_matmul beside JAX's own"),
     "repeat": ("benchmarks.ops.repeat", "the CPU benchmark in several pinned processes"),
     "grouped-matmul": ("benchmarks.layers.grouped_matmul", "grouped matmuls for the experts of one rank"),
     "layer-bound": ("benchmarks.layers.layer_bound", "the least that a layer can take, from its measured parts"),

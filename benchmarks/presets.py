@@ -51,6 +51,7 @@ PRESETS = {
     "tpu-layer": Preset("--topologies v5e:4x4 --matmuls ragged_dot", None),
     "cuda-tuning": Preset(None, ""),
     "host-cost": Preset("--trips 4 --repeats 2", ""),
+    "all-gather": Preset("--ranks 2 --rows 4 --hidden 256 --matmul 16 64 128 --inner 2 --repeats 1", ""),
     "repeat": Preset("--processes 1", None),
     "grouped-matmul": Preset(
         "--rows 96 --capacity 128 --hidden 128 --width 32 --experts 3 --inner 1 --repeats 1 --dtype float32 "

@@ -16,8 +16,13 @@ template <class Y>
 int LaunchCombineOf(const CombineParams& p, cudaStream_t stream);  // combine/combine.cu, once for each element type
 template <class Y>
 int PreloadCombineOf();
-int LaunchExchange(const ExchangeParams& p, cudaStream_t stream);  // exchange/exchange.cu
-int PreloadExchange();
+int LaunchRingExchange(const ExchangeParams& p, cudaStream_t stream);  // exchange/exchange.cu
+int PreloadRingExchange();
+int LaunchRingGather(const ExchangeParams& p, cudaStream_t stream);  // exchange/gather.cu
+int LaunchPoison(const Mailbox* mailbox, char* out, uint64_t bytes, uint8_t poison, cudaStream_t stream);
+int PreloadRingGather();
+int LaunchLowLatencyGather(const ExchangeParams& p, cudaStream_t stream);  // low_latency/gather.cu
+int PreloadLowLatencyGather();
 int LaunchLowLatencyDispatch(const DispatchParams& p, cudaStream_t stream);  // low_latency/dispatch.cu
 int PreloadLowLatencyDispatch();
 int LaunchLowLatencyCombine(const CombineParams& p, cudaStream_t stream);  // low_latency/combine.cu
@@ -48,6 +53,13 @@ int Combine(const CombineParams& p, cudaStream_t stream) {
   }
 }
 
+#ifndef XEN_MOE_RINGS
+int Exchange(const ExchangeParams& p, cudaStream_t stream) {
+  if (p.low_latency) return LaunchLowLatencyGather(p, stream);
+  return p.gather ? LaunchRingGather(p, stream) : LaunchRingExchange(p, stream);
+}
+#endif
+
 int Preload() {
   if (int e = PreloadCopyDispatch()) return e;
   if (int e = PreloadQuantizedDispatch()) return e;
@@ -59,16 +71,18 @@ int Preload() {
 #else
   if (int e = PreloadLowLatencyDispatch()) return e;
   if (int e = PreloadLowLatencyCombine()) return e;
-  return PreloadExchange();
+  if (int e = PreloadLowLatencyGather()) return e;
+  if (int e = PreloadRingGather()) return e;
+  return PreloadRingExchange();
 #endif
 }
 
 }  // namespace
 
 #ifdef XEN_MOE_RINGS
-const KernelTable kKernels = {Dispatch, Combine, nullptr, Preload};
+const KernelTable kKernels = {Dispatch, Combine, nullptr, nullptr, Preload};
 #else
-const KernelTable kKernels = {Dispatch, Combine, LaunchExchange, Preload};
+const KernelTable kKernels = {Dispatch, Combine, Exchange, LaunchPoison, Preload};
 #endif
 
 }  // namespace xen_moe::XEN_MOE_VARIANT

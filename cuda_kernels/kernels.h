@@ -12,7 +12,9 @@ namespace xen_moe {
 struct KernelTable {
   int (*dispatch)(const DispatchParams& params, cudaStream_t stream);
   int (*combine)(const CombineParams& params, cudaStream_t stream);
-  int (*exchange)(const ExchangeParams& params, cudaStream_t stream);  // null in ranks256_ring
+  int (*exchange)(const ExchangeParams& params, cudaStream_t stream);  // null in ranks256_ring, as the next one
+  // Fills `out` with `poison` if the group of `mailbox` has failed.
+  int (*poison)(const Mailbox* mailbox, char* out, uint64_t bytes, uint8_t poison, cudaStream_t stream);
   // Loads all of these kernels on the current device: a first launch could otherwise wait for a kernel that spins.
   int (*preload)();
 };
@@ -39,6 +41,10 @@ inline int LaunchCombine(const CombineParams& p, cudaStream_t stream) {
 }
 inline int LaunchExchange(const ExchangeParams& p, cudaStream_t stream) {
   return KernelsFor(p.ranks, false).exchange(p, stream);
+}
+inline int LaunchPoison(const Mailbox* mailbox, char* out, uint64_t bytes, uint8_t poison, int ranks,
+                        cudaStream_t stream) {
+  return KernelsFor(ranks, false).poison(mailbox, out, bytes, poison, stream);
 }
 // Loads all kernels that groups of `ranks` ranks run within a node.
 inline int PreloadKernels(int ranks) {

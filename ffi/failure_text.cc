@@ -39,6 +39,7 @@ std::string OperationText(const Descriptor& d) {
     const uint64_t unit_bytes = static_cast<uint64_t>(e.unit_bytes_high) << 32 | e.unit_bytes_low;
     const char* const name = d.flags & kDescribedMove     ? "move_weights"
                              : d.flags & kDescribedRagged ? "ragged_all_to_all"
+                             : d.flags & kDescribedGather ? "all_gather"
                                                           : "all_to_all";
     return std::string(name) + " of " + Number(e.operand_units) + " rows of " + Number(unit_bytes) + " bytes into " +
            Number(e.output_units) + " over " + Number(d.ranks) + " ranks";

@@ -10,6 +10,8 @@
 #include <string_view>
 #include <type_traits>
 
+#include "cuda_kernels/low_latency/ll128_plan.h"
+#include "ffi/cublas.h"
 #include "ffi/handlers.h"
 #include "ffi/memory_bindings.h"
 #include "ffi/nccl_link.h"
@@ -119,6 +121,8 @@ NB_MODULE(_cuda, m) {
   m.attr("max_parts") = kMaxParts;
   m.attr("max_channels") = kMaxChannels;
   m.attr("warps") = kWarps;
+  m.attr("block_lanes") = kBlockLanes;
+  m.attr("max_gather_bytes") = kMostGatherRounds * kRoundData;  // of an operand, by the low-latency kernels
   m.attr("scale_block") = kScaleBlock;
   m.attr("solo_layout_bytes") = SoloLayoutLimit();
   m.attr("dtypes") = Names(kDtypeNames);  // an attribute holds the index of a name
@@ -135,6 +139,7 @@ NB_MODULE(_cuda, m) {
     d["xen_moe_home_combine_plan"] = StateType<HomeCombinePlan>();
     d["xen_moe_move_plan"] = StateType<MovePlan>();
     d["xen_moe_exchange_plan"] = StateType<ExchangePlan>();
+    d["xen_moe_gather_matmul_plan"] = StateType<GatherMatmulPlan>();
     return d;
   });
   m.def("targets", [] {
@@ -153,8 +158,10 @@ NB_MODULE(_cuda, m) {
     nb::dict rows;
     rows["execute"] = Target(kQuantizedRows);
     d["xen_moe_quantized_rows"] = rows;
+    d["xen_moe_gather_matmul"] = Stages(kGatherMatmulInstantiate, kGatherMatmul);
     return d;
   });
+  m.def("set_cublas", &SetCublas, "path"_a);
   m.def("no_low_latency", &NoLowLatency, "combine"_a, "ranks"_a, "ranks_per_node"_a, "num_tokens"_a, "top_k"_a,
         "num_experts"_a, "hidden"_a, "layout"_a, "dtype"_a, "wire"_a, "chunk_tokens"_a);
   m.def("no_home_combine", &NoHomeCombine, "ranks"_a, "ranks_per_node"_a, "hidden"_a, "layout"_a);

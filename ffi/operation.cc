@@ -10,6 +10,7 @@ ffi::TypeId CombinePlan::id = {};
 ffi::TypeId HomeCombinePlan::id = {};
 ffi::TypeId ExchangePlan::id = {};
 ffi::TypeId MovePlan::id = {};
+ffi::TypeId GatherMatmulPlan::id = {};
 
 namespace {
 
@@ -55,7 +56,9 @@ constexpr Attribute<Params> kWireAttributes[] = {
 
 constexpr Attribute<ExchangeParams> kExchangeAttributes[] = {
     {"ranks", &ExchangeParams::ranks, 1, kMaxRanks},
-    {"lanes", &ExchangeParams::lanes, 1, kMaxBlocks},
+    {"gather", &ExchangeParams::gather},
+    {"low_latency", &ExchangeParams::low_latency},
+    {"lanes", &ExchangeParams::lanes, 1, kMaxBlocks * kBlockLanes},
     {"poison", &ExchangeParams::poison, 0, 255},
     {"chunk_bytes", &ExchangeParams::chunk_bytes, 256, 1 << 24},
     {"ring_chunks", &ExchangeParams::ring_chunks, 1, 1 << 20},
@@ -81,6 +84,12 @@ constexpr Attribute<CombinePlan> kCombinePlanAttributes[] = {{"weighted", &Combi
 constexpr Attribute<Plan> kMovePlanAttributes[] = {{"masked", &Plan::masked}};
 constexpr Attribute<ExchangeParams> kMoveAttributes[] = {{"lost", &ExchangeParams::lost, 0, 255}};
 constexpr Attribute<ExchangePlan> kExchangePlanAttributes[] = {{"ragged", &ExchangePlan::ragged}};
+constexpr Attribute<GatherMatmulPlan> kGatherMatmulAttributes[] = {
+    {"dtype", &Plan::dtype_code, 0, 1},
+    {"depth", &GatherMatmulPlan::depth, 1, kIntMax},
+    {"columns", &GatherMatmulPlan::columns, 1, kIntMax},
+    {"workspace_bytes", &GatherMatmulPlan::workspace_bytes, 0, 1 << 30},
+};
 
 void CheckAtMost(const char* name, int value, const char* limit_name, int limit) {
   if (value <= limit) return;
@@ -199,7 +208,7 @@ void Decode(const Attributes& attributes, ExchangePlan* plan) {
   DecodeCall(attributes, plan, &p.call);
   attributes.Decode(kExchangeAttributes, &p);
   attributes.Decode(kExchangePlanAttributes, plan);
-  CheckAtMost("lanes", p.lanes, "thread blocks / ranks", kMaxBlocks / p.ranks);
+  CheckAtMost("lanes", ExchangeBlocks(p), "as many as so many thread blocks have", kMaxBlocks);
   p.chunk_bytes = p.chunk_bytes / 16 * 16;
   PlanExchange(&p, plan->ragged);
   Describe(&p, plan->ragged, 0, 0);
@@ -213,6 +222,12 @@ void Decode(const Attributes& attributes, MovePlan* plan) {
   p.by_table = true;
   PlanExchange(&p, false);
   Describe(&p, false, 0, 0);
+}
+
+void Decode(const Attributes& attributes, GatherMatmulPlan* plan) {
+  attributes.Decode(kGatherMatmulAttributes, plan);
+  plan->params.round = 0;
+  Decode(attributes, static_cast<ExchangePlan*>(plan));
 }
 
 uint32_t NextCallId() {

@@ -77,6 +77,13 @@ struct MovePlan : ExchangePlan {
   static ffi::TypeId id;
 };
 
+// The exchange of an all_gather_matmul, in rounds, and the matmul of a rank's rows.
+struct GatherMatmulPlan : ExchangePlan {
+  static ffi::TypeId id;
+  int depth = 0, columns = 0;
+  uint64_t workspace_bytes = 0;  // of cuBLAS
+};
+
 // Fills a plan but for its workspace, from attributes alone: also for size hints, which need no device. Throws
 // MemoryError where the attributes are no operation that the kernels run.
 void Decode(const Attributes& attributes, DispatchPlan* plan);
@@ -84,6 +91,7 @@ void Decode(const Attributes& attributes, CombinePlan* plan);
 void Decode(const Attributes& attributes, HomeCombinePlan* plan);
 void Decode(const Attributes& attributes, ExchangePlan* plan);
 void Decode(const Attributes& attributes, MovePlan* plan);
+void Decode(const Attributes& attributes, GatherMatmulPlan* plan);
 
 ffi::Error ToError(const MemoryError& e);
 

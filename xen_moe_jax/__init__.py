@@ -5,8 +5,9 @@ import typing
 
 from xen_moe_jax import balance, cuda, routing
 from xen_moe_jax._api import combine, dispatch, get_dispatch_layout, redispatch
-from xen_moe_jax._collectives import all_to_all, ragged_all_to_all
+from xen_moe_jax._collectives import all_gather, all_to_all, ragged_all_to_all
 from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._gather_matmul import all_gather_matmul
 from xen_moe_jax._overlap import combine_done, combine_start, dispatch_done, dispatch_start, overlap
 from xen_moe_jax._perf_model import Links, Prediction, perf_model
 from xen_moe_jax._quantize import Wire, dequantize, quantize
@@ -39,6 +40,8 @@ __all__ = [
     "ReplicatedHandle",
     "Routed",
     "Wire",
+    "all_gather",
+    "all_gather_matmul",
     "all_to_all",
     "balance",
     "buffer_size_hint",

@@ -1,4 +1,4 @@
-"""`all_to_all` and `ragged_all_to_all` as primitives: jvp, transpose and vmap as `jax.lax` has them."""
+"""`all_to_all`, `ragged_all_to_all` and `all_gather` as primitives: jvp, transpose and vmap as `jax.lax` has them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,55 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.interpreters import ad, batching
 
 from xen_moe_jax import _ragged_gradient, _shapes
 from xen_moe_jax._primitive import declare, in_turn
+from xen_moe_jax.backends import gathered
+from xen_moe_jax.backends.base import Exchange
 
 all_to_all_p = declare("all_to_all", _shapes.all_to_all)
 ragged_all_to_all_p = declare("ragged_all_to_all", _shapes.ragged_all_to_all)
+
+
+def _all_gather_by_xla(x: jax.Array, **params: Any) -> jax.Array:
+    call = Exchange(**params)
+    gather = functools.partial(lax.all_gather, axis_name=call.axis_name, axis_index_groups=call.groups)
+    if call.wire is None:
+        return gather(x, axis=call.concat_axis, tiled=call.tiled)
+    return gathered.arranged(gathered.through_wire(gather, x, call.wire), call.concat_axis, call.tiled)
+
+
+all_gather_p = declare("all_gather", _shapes.all_gather, otherwise=_all_gather_by_xla)
+"""`concat_axis` is the argument `axis`. A wire is straight-through: tangents and cotangents travel as they are."""
+
+
+def _all_gather_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    out = all_gather_p.bind(*primals, **params)
+    (tangent,) = tangents
+    if type(tangent) is ad.Zero:
+        return out, [ad.Zero(jax.typeof(out[0]).to_tangent_aval())]
+    return out, all_gather_p.bind(tangent, **params | {"wire": None})
+
+
+def _all_gather_transpose(cotangents: Any, x: Any, **params: Any) -> list[Any]:
+    (cotangent,) = cotangents
+    if type(cotangent) is ad.Zero:
+        return [ad.Zero(x.aval)]
+    call = Exchange(**params)
+    scatter = functools.partial(lax.psum_scatter, axis_name=call.axis_name, axis_index_groups=call.groups)
+    return [scatter(cotangent, scatter_dimension=call.concat_axis, tiled=call.tiled)]
+
+
+def _all_gather_batcher(operands: Any, dims: Any, *, concat_axis: int, **params: Any) -> Any:
+    (x,), (dim,) = operands, dims
+    return all_gather_p.bind(jnp.moveaxis(x, dim, 0), concat_axis=concat_axis + 1, **params), [0]
+
+
+ad.primitive_jvps[all_gather_p] = _all_gather_jvp
+ad.primitive_transposes[all_gather_p] = _all_gather_transpose
+batching.primitive_batchers[all_gather_p] = _all_gather_batcher
 
 
 def _all_to_all_transpose(cotangents: Any, x: Any, **params: Any) -> list[Any]:

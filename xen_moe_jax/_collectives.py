@@ -1,16 +1,17 @@
-"""Drop-ins for `jax.lax.all_to_all` and `jax.lax.ragged_all_to_all`: same arguments, same meaning, this library's
-backends."""
+"""Drop-ins for `all_to_all`, `ragged_all_to_all` and `all_gather` of `jax.lax`: same arguments, same meaning, this
+library's backends."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from xen_moe_jax import _mesh, _validate
-from xen_moe_jax._collective_primitives import all_to_all_p, ragged_all_to_all_p
+from xen_moe_jax import _jax_internals, _mesh, _shapes, _validate
+from xen_moe_jax._collective_primitives import all_gather_p, all_to_all_p, ragged_all_to_all_p
 from xen_moe_jax._config import KernelConfig
 
 
@@ -80,6 +81,71 @@ def _key_data(x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]
         return x, lambda out: out
     implementation = jax.random.key_impl(x)
     return jax.random.key_data(x), lambda out: jax.random.wrap_key_data(out, impl=implementation)
+
+
+@jax.named_scope("xen_moe_all_gather")
+def all_gather(
+    x: Any,
+    axis_name: Any,
+    *,
+    axis_index_groups: Any = None,
+    axis: int = 0,
+    tiled: bool = False,
+    to: str = "varying",
+    wire: Any = None,
+    config: KernelConfig | None = None,
+) -> Any:
+    """`jax.lax.all_gather`: the arrays of all ranks, on every rank, in the order of the ranks.
+
+    Its gradient is `jax.lax.psum_scatter`.
+
+    Args:
+      x: array or pytree of arrays, of one shape on all ranks. Without `tiled` they are stacked along a new `axis`, with
+        `tiled` they are concatenated along an old one.
+      axis_name, axis_index_groups, axis, tiled, to: as in `jax.lax.all_gather`. With `to` other than "varying" it is
+        JAX's own operation.
+      wire: None, or the format in which float arrays travel, as in `dispatch`: every rank's part, this rank's too, is
+        quantized in blocks along its last dimension. Gradients are straight-through and travel as they are.
+      config: tuning; never changes the result.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong, or the call is not inside `jax.shard_map` over `axis_name`.
+    """
+    caller = "all_gather"
+    config = _validate.config(config, caller)
+    wire = _validate.wire(wire, caller)
+    if wire is not None and (to != "varying" or _mesh.vmapped(axis_name)):
+        raise ValueError(
+            f"{caller}: wire={wire.dtype!r} with to={to!r}, axis_name={axis_name!r}: JAX's own operation takes this "
+            "call, which knows no wire: leave the wire out, or gather over a mesh axis with to='varying'"
+        )
+    if to != "varying" or _mesh.vmapped(axis_name):
+        names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+        with _mesh.varying_unchecked(names) if _mesh.vmapped(axis_name) else contextlib.nullcontext():
+            return jax.lax.all_gather(x, axis_name, axis_index_groups=axis_index_groups, axis=axis, tiled=tiled, to=to)
+    names, sizes = _validate.axes(axis_name, caller, most=8)
+    groups = _validate.index_groups(axis_index_groups, sizes, caller)
+
+    def one(leaf: Any) -> jax.Array:
+        leaf = jnp.asarray(leaf)
+        place = _validate.gather_axis(leaf, axis, tiled, caller)
+        if wire is not None and (leaf.dtype.name not in _validate.FLOATS or leaf.ndim == 0):
+            raise TypeError(
+                f"{caller}: wire={wire.dtype!r} with x {leaf.dtype}{list(leaf.shape)}: only arrays of "
+                f"{_validate.FLOATS} are quantized, along their last dimension: leave the wire out"
+            )
+        data, wrap = _key_data(leaf)
+        (data,) = _mesh.vary_over([data], names)
+        shape: dict[str, Any] = {
+            "axis_sizes": sizes, "axis_index_groups": groups, "concat_axis": place, "tiled": bool(tiled)
+        }  # fmt: skip
+        if 0 in data.shape:  # XLA refuses to gather along an empty dimension
+            ((dims, dtype),) = _shapes.all_gather(data, **shape)
+            return wrap(_mesh.vary(jnp.zeros(dims, dtype), _jax_internals.varying_axes(data)))
+        (out,) = all_gather_p.bind(data, axis_name=names, wire=wire, config=config, **shape)
+        return wrap(out)
+
+    return jax.tree.map(one, x)
 
 
 @jax.named_scope("xen_moe_ragged_all_to_all")

@@ -49,5 +49,21 @@ def all_to_all(
     return [(tuple(shape), x.dtype)]
 
 
+def all_gather(
+    x: Any, *, axis_sizes: Any, axis_index_groups: Any, concat_axis: int, tiled: bool, **_: Any
+) -> list[ShapeDtype]:
+    size = group_size(axis_sizes, axis_index_groups)
+    shape = list(x.shape)
+    if tiled:
+        shape[concat_axis] *= size
+    else:
+        shape.insert(concat_axis, size)
+    return [(tuple(shape), x.dtype)]
+
+
+def all_gather_matmul(x: Any, w: Any, *, axis_sizes: Any, **_: Any) -> list[ShapeDtype]:
+    return [((group_size(axis_sizes, None) * x.shape[0], w.shape[1]), x.dtype)]
+
+
 def ragged_all_to_all(operand: Any, output: Any, *_: Any, **__: Any) -> list[ShapeDtype]:
     return [(output.shape, output.dtype)]

@@ -337,10 +337,17 @@ def axis_numbers(x: jax.Array, split_axis: Any, concat_axis: Any, size: int, til
     return split, concat
 
 
-def _axis(value: Any, ndim: int, name: str, caller: str) -> int:
+def gather_axis(x: jax.Array, value: Any, tiled: bool, caller: str) -> int:
+    """The checked, non-negative `axis` of an `all_gather`: an old one, or, without `tiled`, a new one."""
+    if tiled and x.ndim == 0:
+        raise ValueError(f"{caller}: x is a scalar: with tiled=True it must have an axis to concatenate along")
+    return _axis(value, x.ndim + (not tiled), "axis", caller, of="x" if tiled else "the result")
+
+
+def _axis(value: Any, ndim: int, name: str, caller: str, of: str = "x") -> int:
     value = integer(value, name, caller, minimum=-ndim)
     if value >= ndim:
-        raise ValueError(f"{caller}: {name}={value}: x has {ndim} dimensions")
+        raise ValueError(f"{caller}: {name}={value}: {of} has {ndim} dimensions")
     return value % ndim
 
 

@@ -134,23 +134,33 @@ struct CombineParams {
   const float* topk_weights;  // [T, K], or null: unweighted
 };
 
-// Rows of `unit_bytes` bytes from this rank to every rank: all_to_all, or ragged_all_to_all when the arrays are given.
+// Lanes of a thread block of an all_gather through rings. The emulator has fewer, since each of its threads needs a
+// stack.
+#ifndef XEN_MOE_BLOCK_LANES
+#define XEN_MOE_BLOCK_LANES 16
+#endif
+constexpr int kBlockLanes = XEN_MOE_BLOCK_LANES;
+// Rows of `unit_bytes` bytes from this rank to every rank: all_to_all, ragged_all_to_all when the arrays are given, or
+// all_gather, in which every rank gets the whole operand.
 struct ExchangeParams {
   Call call;
   int ranks, rank;
+  bool gather;       // all_gather
+  bool low_latency;  // all_gather by low_latency/gather.cu: through LL128 lines instead of rings, in `lanes` blocks
   // every byte of a failed result: 0xFF is NaN in every floating dtype that has NaN, except fnuz types (0x80)
   uint8_t poison;
   uint64_t message_flags, chunk_flags, credit_flags, flag_bytes;  // flags, from the start of a half
   uint64_t offsets, ring, data_bytes;                             // data, which start at half_bytes - data_bytes
   uint64_t chunk_bytes;                                           // multiple of 16
   int ring_chunks;                                                // chunks per (source, lane) in the ring
-  int lanes;                                                      // blocks per peer
-  uint64_t max_chunks;                                            // per (source, lane)
+  int lanes;       // blocks per peer; gather: ways to each peer, kBlockLanes for each block; low_latency: all blocks
+  int round = -1;  // of the rings, this round alone, without this rank's own rows; -1: all rounds
+  uint64_t max_chunks;  // per (source, lane)
   uint64_t unit_bytes;
   uint64_t operand_units, output_units;
   const char* operand;
   char* output;
-  // null for all_to_all: then every pair of ranks moves operand_units / ranks units. Element `i` belongs to group rank
+  // null but for ragged_all_to_all: then every pair of ranks moves PairUnits(params). Element `i` belongs to group rank
   // `i`.
   const int* input_offsets;
   const int* send_sizes;
@@ -197,7 +207,15 @@ const char* Unfit(const DispatchParams& params);
 const char* Unfit(const CombineParams& params);
 const char* Unfit(const ExchangeParams& params);
 // Thread blocks that an exchange takes.
-inline int ExchangeBlocks(const ExchangeParams& params) { return params.ranks * params.lanes; }
+inline int ExchangeBlocks(const ExchangeParams& params) {
+  if (params.low_latency) return params.lanes;
+  const int per_round = params.gather ? params.lanes / kBlockLanes : params.lanes;
+  return (params.round >= 0 ? 1 : params.ranks) * per_round;
+}
+// Units that every pair of ranks moves in an all_to_all or an all_gather.
+XEN_MOE_ANYWHERE inline uint64_t PairUnits(const ExchangeParams& params) {
+  return params.gather ? params.operand_units : params.operand_units / params.ranks;
+}
 
 // Bytes of a rank's private scratch memory that a dispatch needs.
 uint64_t DispatchScratchBytes(const Routing& routing, const Schedule& schedule);

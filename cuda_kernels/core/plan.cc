@@ -121,7 +121,7 @@ Staging PlanLowLatency(const Routing& r, Operation operation, Element element, b
   const uint64_t pairs = static_cast<uint64_t>(r.ranks) * r.tokens;
   m.scale_offset = static_cast<uint64_t>(r.hidden) * ElementBytes(element);
   m.row_bytes = m.scale_offset + (scaled ? AlignUp(ScaleBytes(r.hidden), 16) : 0);
-  m.row_rounds = static_cast<int>((m.row_bytes + kRoundData - 1) / kRoundData);
+  m.row_rounds = static_cast<int>(LineRounds(m.row_bytes));
   if (operation == Operation::kDispatch) {
     const int columns = r.layout == Layout::kRanked ? 1 : r.local_experts;
     m.count_lines = (columns + kLineCounts - 1) / kLineCounts;
@@ -154,8 +154,13 @@ Needs NeedsOf(const Routing& r, const Schedule& s, const Staging& m) {
 }
 
 void PlanExchange(ExchangeParams* p, bool ragged) {
-  uint64_t largest = (ragged ? p->operand_units : p->operand_units / p->ranks) * p->unit_bytes;
+  uint64_t largest = (ragged ? p->operand_units : PairUnits(*p)) * p->unit_bytes;
   if (p->by_table) largest = p->output_units * AlignUp(p->unit_bytes, p->chunk_bytes);
+  if (p->low_latency) {
+    p->flag_bytes = FlagAndLineBytes(0, static_cast<uint64_t>(p->ranks) * LineRounds(largest) * kRoundBytes);
+    p->data_bytes = 256;
+    return;
+  }
   const uint64_t stripe = p->chunk_bytes * p->lanes;
   p->max_chunks = (largest + stripe - 1) / stripe + 1;
   const uint64_t ways = static_cast<uint64_t>(p->ranks) * p->lanes;
@@ -190,7 +195,8 @@ void Describe(ExchangeParams* p, bool ragged, uint32_t dtype, uint32_t site) {
   Descriptor d{};
   d.operation = static_cast<uint32_t>(Operation::kExchange);
   d.dtype = dtype;
-  d.flags = (ragged ? kDescribedRagged : 0) | (p->by_table ? kDescribedMove : 0);
+  d.flags = (ragged ? kDescribedRagged : 0) | (p->by_table ? kDescribedMove : 0) | (p->gather ? kDescribedGather : 0) |
+            (p->low_latency ? kDescribedLowLatency : 0);
   d.ranks = d.ranks_per_node = static_cast<uint32_t>(p->ranks);
   d.exchange.operand_units = static_cast<uint32_t>(p->operand_units);
   d.exchange.output_units = static_cast<uint32_t>(p->output_units);
@@ -229,7 +235,14 @@ const char* Unfit(const CombineParams& p) {
 const char* Unfit(const ExchangeParams& p) {
   if (p.call.call_id == 0) return "call_id is 0";
   if (p.ranks < 1 || p.ranks > kMaxRanks || p.rank < 0 || p.rank >= p.ranks) return "ranks";
-  if (p.lanes < 1 || p.ranks * p.lanes > kMaxBlocks) return "lanes";
+  if (p.lanes < 1 || ExchangeBlocks(p) > kMaxBlocks) return "lanes";
+  if (p.low_latency) {
+    const uint64_t bytes = p.operand_units * p.unit_bytes;
+    if (!p.gather || bytes < 1 || bytes % 16 != 0 || LineRounds(bytes) > kMostGatherRounds) return "low_latency";
+    return p.output_units == p.ranks * p.operand_units ? nullptr : "output_units";
+  }
+  if (p.gather && p.output_units != p.ranks * p.operand_units) return "output_units";
+  if (p.gather && p.lanes % kBlockLanes != 0) return "lanes";
   if (p.chunk_bytes < 16 || p.chunk_bytes % 16 != 0 || p.ring_chunks < 1 || p.unit_bytes < 1) return "chunk_bytes";
   if (p.by_table && (p.operand_units < 1 || p.output_units * p.ranks > 0x7FFFFFFFu)) return "units of a table";
   return nullptr;

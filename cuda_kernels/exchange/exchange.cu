@@ -296,11 +296,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1) ExchangeKernel(const __grid_
 
 }  // namespace
 
-int LaunchExchange(const ExchangeParams& p, cudaStream_t stream) {
+int LaunchRingExchange(const ExchangeParams& p, cudaStream_t stream) {
   if (Unfit(p) || p.ranks > kRanks) return cudaErrorInvalidValue;
   ExchangeKernel<<<ExchangeBlocks(p), kBlockThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
-int PreloadExchange() { return LoadKernel(ExchangeKernel); }
+int PreloadRingExchange() { return LoadKernel(ExchangeKernel); }
 
 }  // namespace xen_moe::XEN_MOE_VARIANT

@@ -49,14 +49,7 @@ struct Values {
 };
 
 __device__ __forceinline__ uint4 LoadRowPiece(const char* row, const Piece& piece, int at, int bytes) {
-  uint4 raw = make_uint4(0, 0, 0, 0);
-  if (at >= bytes) return raw;
-  if (piece.flags) {
-    const uint2 half = __ldcs(reinterpret_cast<const uint2*>(row + at));
-    raw.x = half.x, raw.y = half.y;
-    return raw;
-  }
-  return __ldcs(reinterpret_cast<const uint4*>(row + at));
+  return at < bytes ? LoadPiece(row + at, piece) : make_uint4(0, 0, 0, 0);
 }
 
 // The rows of y that this rank holds of one (source, token): lane k has slot k's.
@@ -292,12 +285,7 @@ struct LowLatencyCombine {
     for (int i = 0; i < kSumRounds; ++i) {
       const int at = (base + i) * kRoundData + piece.offset;
       if (base + i >= end || at >= row_bytes) continue;
-      const uint4 raw = total[i].Round();
-      if (piece.flags) {
-        *reinterpret_cast<uint2*>(out + at) = make_uint2(raw.x, raw.y);
-      } else {
-        *reinterpret_cast<uint4*>(out + at) = raw;
-      }
+      StorePiece(out + at, piece, total[i].Round());
     }
     return true;
   }

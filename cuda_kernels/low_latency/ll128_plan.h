@@ -13,6 +13,14 @@ constexpr int kLineData = kLineBytes - 8;
 constexpr int kRoundLines = 4;  // lines that a warp stores or loads at once
 constexpr int kRoundData = kRoundLines * kLineData;
 constexpr int kRoundBytes = kRoundLines * kLineBytes;
+// Rounds that hold `bytes` bytes, and the lines of the last of them that hold data.
+XEN_MOE_ANYWHERE inline uint64_t LineRounds(uint64_t bytes) { return (bytes + kRoundData - 1) / kRoundData; }
+XEN_MOE_ANYWHERE inline int LastLines(uint64_t bytes) {
+  const int last = static_cast<int>(bytes - (LineRounds(bytes) - 1) * kRoundData);
+  return last >= 112 * (kRoundLines - 1) + 1 ? kRoundLines : (last + 111) / 112;
+}
+// Of a rank's operand in a low-latency gather: 32 bits hold its bytes, and its rounds times the blocks.
+constexpr uint64_t kMostGatherRounds = 1 << 22;
 constexpr int kLineCounts = kLineData / 4;  // row counts of a line
 // slots in a token's line: the experts that want the token, and their weights
 constexpr int kLineSlots = kLineData / 8;
@@ -131,8 +139,7 @@ XEN_MOE_ANYWHERE inline LowLatencySchedule ScheduleLowLatency(const Routing& r, 
   DivideRow(all_rounds, combine ? r.tokens : r.ranks * r.tokens, c.receivers * kWarps,
             combine ? sum_rounds : kPlaceRounds, &c.rounds, &c.parts);
   DivideRow(all_rounds, (r.ranks - 1) * r.tokens, c.push * kWarps, kPushRounds, &c.push_rounds, &c.push_parts);
-  const int last_bytes = static_cast<int>(m.row_bytes) - (all_rounds - 1) * kRoundData;
-  c.last_lines = last_bytes >= 112 * (kRoundLines - 1) + 1 ? kRoundLines : (last_bytes + 111) / 112;
+  c.last_lines = LastLines(m.row_bytes);
   c.by_parts = Divisor::Of(c.parts), c.by_push_parts = Divisor::Of(c.push_parts);
   c.by_others = Divisor::Of(r.ranks - 1), c.by_row_rounds = Divisor::Of(all_rounds);
   c.by_local_experts = Divisor::Of(r.local_experts), c.by_count_lines = Divisor::Of(m.count_lines);

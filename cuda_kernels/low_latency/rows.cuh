@@ -22,25 +22,6 @@ struct WireRow {
   }
 };
 
-// Loads 16 bytes, or eight in a lane with flags.
-__device__ __forceinline__ uint4 LoadPiece(const char* from, const Piece& piece) {
-  uint4 v = make_uint4(0, 0, 0, 0);
-  if (piece.flags) {
-    const uint2 half = __ldcs(reinterpret_cast<const uint2*>(from));
-    v.x = half.x, v.y = half.y;
-  } else {
-    v = __ldcs(reinterpret_cast<const uint4*>(from));
-  }
-  return v;
-}
-__device__ __forceinline__ void StorePiece(char* to, const Piece& piece, uint4 v) {
-  if (piece.flags) {
-    *reinterpret_cast<uint2*>(to) = make_uint2(v.x, v.y);
-  } else {
-    *reinterpret_cast<uint4*>(to) = v;
-  }
-}
-
 // Warps take (token, round) items of a share, kAhead at a time. `begin()` runs when the epoch is needed.
 constexpr int kAhead = 4;
 template <class Begin>

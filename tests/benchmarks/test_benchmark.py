@@ -303,6 +303,31 @@ def test_low_latency_and_sweep_modes(tmp_path):
     assert [row["num_sms"] for row in json.loads(path.read_text())["results"]] == [2, 4]
 
 
+def test_the_mode_of_gathers(tmp_path):
+    path = tmp_path / "out.json"
+    small = ("--ranks", "2", "--rows", "4", "--hidden", "256", "--matmul", "16", "64", "128", *QUICK)
+    done = run_command("all-gather", "--platform", "cpu", *small, "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    document = json.loads(path.read_text())
+    assert document["machine"]["devices"] == 2
+    found = {row["operation"]: [r["name"] for r in document["results"] if r["operation"] == row["operation"]]
+             for row in document["results"]}  # fmt: skip
+    assert "jax.lax.all_gather" in found["all_gather"] and "the matmul alone" in found["all_gather_matmul"]
+    for row in document["results"]:
+        assert 0 < row["fastest"] <= row["microseconds"] <= row["slowest"] and row["name"] in done.stdout
+        assert row.get("elements with the bits of the composition", 1.0) == 1.0
+
+
+def test_a_gather_with_other_bits_is_noticed(mesh4):
+    from benchmarks.ops import all_gather
+
+    x = all_gather._placed(mesh4, 0, (8, 16), P("ep"))
+    right = {"ours": lambda x: xm.all_gather(x, "ep", tiled=True), "the loop alone": lambda x: x}
+    all_gather._check_gathers(mesh4, x, right)
+    with pytest.raises(AssertionError, match="differs from jax.lax.all_gather"):
+        all_gather._check_gathers(mesh4, x, right | {"wrong": lambda x: xm.all_gather(-x, "ep", tiled=True)})
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -63,10 +63,12 @@ def test_jaxprs_name_the_operations(mesh4):
         sizes = jnp.ones(RANKS, jnp.int32)
         exchanged = xm.all_to_all(x, "ep", 0, 0, tiled=True)
         exchanged = xm.ragged_all_to_all(exchanged, exchanged, sizes, sizes, sizes, sizes, axis_name="ep")
-        return xm.combine(routed.x + rows, routed.handle), exchanged
+        gathered = xm.all_gather(x, "ep"), xm.all_gather_matmul(x, x.T, "ep")
+        return xm.combine(routed.x + rows, routed.handle), exchanged, gathered
 
     found = primitives(on(mesh4, every), *shapes(mesh4))
-    for name in ("dispatch", "combine", "redispatch", "all_to_all", "ragged_all_to_all"):
+    names = "dispatch", "combine", "redispatch", "all_to_all", "ragged_all_to_all", "all_gather", "all_gather_matmul"
+    for name in names:
         assert found[f"xen_moe_{name}"] == 1, found
 
 
@@ -103,6 +105,9 @@ OPERATIONS = {
         {"all_to_all": 1, "all_reduce": 1},
     ),
     "all_to_all": (lambda x, i, w: xm.all_to_all(x, "ep", 0, 0, tiled=True), {"all_to_all": 1}),
+    "all_gather": (lambda x, i, w: xm.all_gather(x, "ep"), {"all_gather": 1}),
+    "all_gather through a wire": (lambda x, i, w: xm.all_gather(x, "ep", wire="int8"), {"all_gather": 1}),
+    "all_gather_matmul": (lambda x, i, w: xm.all_gather_matmul(x, x.T, "ep"), {"all_gather": 1}),
 }
 
 
@@ -202,6 +207,8 @@ def test_combine_and_drop_ins_vary(mesh4):
         lambda x, i, w: xm.redispatch(x, handle_of(i)),
         lambda x, i, w: xm.all_to_all(x, "ep", 0, 0, tiled=True),
         lambda x, i, w: xm.ragged_all_to_all(x, x, ones, ones, ones, ones, axis_name="ep"),
+        lambda x, i, w: xm.all_gather(x, "ep"),
+        lambda x, i, w: xm.all_gather_matmul(x, x.T, "ep"),
     ):
         with pytest.raises(ValueError, match="out_specs"):
             jax.eval_shape(jax.shard_map(body, mesh=mesh4, in_specs=P(), out_specs=P()), *args)

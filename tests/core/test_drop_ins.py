@@ -224,6 +224,120 @@ def test_a_ragged_exchange_over_a_vmapped_axis_is_refused():
         jax.vmap(lambda x: xm.ragged_all_to_all(x, x, *[sizes] * 4, axis_name="batch"), axis_name="batch")(x)
 
 
+# -- all_gather --------------------------------------------------------------------------------------------------------
+def gathered_both_ways(body):
+    """Returns the results of `body` with the drop-in and with `jax.lax`."""
+    return lambda *operands: [body(f, *operands) for f in (xm.all_gather, jax.lax.all_gather)]
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+@pytest.mark.parametrize(("axis", "tiled"), [(0, True), (1, False), (-1, False)])
+def test_vmap_of_all_gather(mesh4, dim, axis, tiled):
+    entries = np.random.default_rng(0).integers(-8, 8, (RANKS, BATCH, 5, 4)).astype(np.float32)
+
+    def body(f, x):
+        def loss(x):
+            out = f(x, "ep", axis=axis, tiled=tiled)
+            return jnp.sum(out * out), out
+
+        mapped = jax.vmap(lambda x: f(x, "ep", axis=axis, tiled=tiled), in_axes=dim)(x)
+        return mapped, jax.vmap(jax.grad(loss, has_aux=True), in_axes=dim)(x)
+
+    ours, theirs = on(mesh4, gathered_both_ways(body))(np.moveaxis(entries, 1, dim + 1))
+    jax.tree.map(lambda a, b: assert_bits(a, b, "vmap of all_gather"), ours, theirs)
+
+
+def test_all_gather_over_an_axis_of_an_enclosing_vmap(mesh4):
+    x = np.random.default_rng(0).standard_normal((RANKS, 2, 3)).astype(np.float32)
+
+    def body(f, x):
+        return jax.vmap(lambda x: f(x, "batch", axis=0, tiled=True), axis_name="batch")(x)
+
+    ours, theirs = on(mesh4, gathered_both_ways(body), check_vma=False)(x)
+    assert_bits(ours, theirs, "all_gather over a vmapped axis")
+    with pytest.raises(ValueError, match="knows no wire"):
+        jax.vmap(lambda x: xm.all_gather(x, "batch", wire="int8"), axis_name="batch")(x)
+
+
+def test_all_gather_of_trees_keys_and_nothing(mesh4):
+    keys = jax.device_put(
+        jax.random.split(jax.random.key(3), (RANKS, 3)), jax.NamedSharding(mesh4, P("ep"))
+    )  # a scalar, an empty array and PRNG keys
+    tree = {"scalar": np.arange(RANKS, dtype=np.int32), "keys": keys, "empty": np.zeros((RANKS, 2, 0, 3), np.float32)}
+    out = on(mesh4, lambda tree: xm.all_gather(tree, "ep"))(tree)
+    gathered = np.asarray(jax.random.key_data(out["keys"]))
+    for rank in range(RANKS):
+        assert_bits(np.asarray(out["scalar"])[rank], tree["scalar"], "scalars")
+        assert_bits(gathered[rank], np.asarray(jax.random.key_data(keys)), "keys")
+    assert out["empty"].shape == (RANKS, RANKS, 2, 0, 3)
+    assert on(mesh4, lambda x: xm.all_gather(x, "ep", axis=1, tiled=True))(tree["empty"]).shape == (RANKS, 2, 0, 3)
+
+
+def test_all_gather_to_a_result_that_does_not_vary(mesh4):
+    x = np.arange(RANKS * 3.0, dtype=np.float32)
+
+    def body(x):
+        return xm.all_gather(x, "ep", tiled=True, to="invarying")
+
+    out = jax.jit(jax.shard_map(body, mesh=mesh4, in_specs=P("ep"), out_specs=P()))(
+        jax.device_put(x, jax.NamedSharding(mesh4, P("ep")))
+    )
+    assert_bits(out, x, "all_gather to='invarying'")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"axis": 2}, ValueError, "axis=2: the result has 2 dimensions"),
+        ({"axis": 1, "tiled": True}, ValueError, "axis=1: x has 1 dimensions"),
+        ({"axis": 0.5}, TypeError, "axis=0.5: must be an int"),
+        ({"axis_index_groups": [[0, 1]]}, ValueError, "axis_index_groups="),
+        ({"wire": "int4"}, ValueError, "wire='int4': must be None"),
+        ({"wire": "int8", "to": "invarying"}, ValueError, "knows no wire"),
+    ],
+)
+def test_wrong_arguments_of_all_gather(mesh4, options, error, text):
+    with pytest.raises(error, match=text):
+        on(mesh4, lambda x: xm.all_gather(x, "ep", **options))(np.zeros((RANKS, 4), np.float32))
+
+
+def test_wrong_operands_of_gathers(mesh4):
+    with pytest.raises(TypeError, match="only arrays of"):
+        on(mesh4, lambda x: xm.all_gather(x, "ep", wire="int8"))(np.zeros((RANKS, 4), np.int32))
+    with pytest.raises(ValueError, match="x is a scalar"):
+        on(mesh4, lambda x: xm.all_gather(x, "ep", tiled=True))(np.zeros(RANKS, np.float32))
+    with pytest.raises(ValueError, match=r"must be \[T, ..., H\] and \[H, N\]"):
+        on(mesh4, lambda x: xm.all_gather_matmul(x, x, "ep"))(np.zeros((RANKS, 4, 3), np.float32))
+    with pytest.raises(ValueError, match="Call it inside jax.shard_map"):
+        xm.all_gather_matmul(jnp.zeros((4, 3)), jnp.zeros((3, 4)), "ep")
+
+
+def test_all_gather_matmul_as_its_parts(mesh4):
+    """Operands of three dimensions and of two dtypes, derivatives of both kinds, and a map over a batch."""
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((RANKS, 3, 2, 8)).astype(np.float32)
+    w = rng.standard_normal((RANKS, BATCH, 8, 5)).astype("bfloat16")
+
+    def body(product, x, w):
+        def loss(x, w):
+            return jnp.sum(jnp.sin(product(x, w)))
+
+        one = w[0]
+        tangent = jax.jvp(product, (x, one), (x + 1, one))[1]
+        mapped = jax.vmap(product, in_axes=(None, 0))(x, w)
+        return product(x, one), jax.grad(loss, argnums=(0, 1))(x, one), tangent, mapped
+
+    def both(x, w):
+        ours = body(lambda x, w: xm.all_gather_matmul(x, w, "ep"), x, w)
+        return ours, body(lambda x, w: jnp.matmul(jax.lax.all_gather(x, "ep", tiled=True), w), x, w)
+
+    ours, theirs = on(mesh4, both)(x, w)
+    for name, mine, expected in zip(("value", "gradients", "tangent", "mapped"), ours, theirs, strict=True):
+        for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(expected), strict=True):
+            assert a.dtype == b.dtype and a.shape == b.shape
+            np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6, err_msg=name)
+
+
 # -- PRNG keys ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])
 def test_arrays_of_keys(mesh4, implementation):

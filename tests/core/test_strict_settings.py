@@ -154,6 +154,8 @@ def test_drop_ins_with_gradients(mesh4, groups):
 
     def body(x, idx, weights):
         x = xm.all_to_all(x, "ep", 0, 1, axis_index_groups=groups, tiled=True)
+        x = x + jnp.sum(xm.all_gather(x, "ep", axis_index_groups=groups, wire=None if groups else "int8"), axis=0)
+        x = x + jnp.mean(xm.all_gather_matmul(x, x.T, "ep"))
         sizes = jnp.ones(size, jnp.int32)
         arguments = sizes, sizes, sizes, sizes
         return xm.ragged_all_to_all(x, x, *arguments, axis_name="ep", axis_index_groups=groups)

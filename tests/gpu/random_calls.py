@@ -122,6 +122,18 @@ def _ragged(config, x, idx, weights):
     return hash_of(out)
 
 
+def _gathers(config, x, idx, weights):
+    """Through lines, through rings, through a wire, and before a matmul whose sums are exact."""
+    small = hash_of(xm.all_gather(x[:16], "ep", config=config))
+    large = hash_of(xm.all_gather(x, "ep", config=dataclasses.replace(config, mode="throughput")))
+    rounded = hash_of(xm.all_gather(x, "ep", axis=1, wire="int8", config=config))
+    rows = jnp.maximum(idx, 0).astype(jnp.bfloat16) % 8
+    product = xm.all_gather_matmul(
+        rows, jnp.ones((rows.shape[1], 64), jnp.bfloat16), "ep", config=dataclasses.replace(config, mode="throughput")
+    )
+    return small + large * 31 + rounded * 961 + hash_of(product) * 29791
+
+
 STEPS = (
     Step("grouped", 2, _round("grouped")),
     Step("grouped-fp8", 2, _round("grouped", wire="float8_e4m3fn")),
@@ -135,6 +147,7 @@ STEPS = (
     Step("gradient", 4, _gradient),
     Step("exchange", 1, _exchange),
     Step("ragged", 2, _ragged),
+    Step("gathers", 4, _gathers),
 )
 
 

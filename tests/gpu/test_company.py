@@ -8,6 +8,7 @@ hang.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 
 import pytest
@@ -25,6 +26,8 @@ CASES = {
     "padded": {"layout": "padded"},
     "padded-fp8": {"layout": "padded", "wire": "float8_e4m3fn"},
     "exchange": {},
+    "gather": {},
+    "gather_matmul": {},
 }
 
 
@@ -122,6 +125,13 @@ def build(mesh, config, name, options):
     layout = case.get("layout")
 
     def ours(x, idx, weights):
+        if options.case.startswith("gather"):  # the rows of the next rank
+            if options.case == "gather":
+                rows = xm.all_gather(x, "ep", config=config)
+            else:
+                throughput = dataclasses.replace(config, mode="throughput")
+                rows = xm.all_gather_matmul(x, jnp.eye(x.shape[1], dtype=x.dtype), "ep", config=throughput)
+            return rows.reshape(-1, *x.shape)[(jax.lax.axis_index("ep") + 1) % mesh.size]
         if layout is None:
             return xm.all_to_all(x, "ep", 0, 0, tiled=True, config=config)
         routed = xm.dispatch(x, idx, weights, num_experts=experts, axis_name="ep", config=config, **case)

@@ -156,6 +156,22 @@ def a_ragged_exchange(x, idx, weights, config):
     return (xm.ragged_all_to_all(x, jnp.zeros_like(x), offsets, sizes, mine, sizes, axis_name="ep", config=config),)
 
 
+def a_gather(x, idx, weights, config):
+    return (xm.all_gather(x, "ep", config=dataclasses.replace(config, mode="throughput")),)
+
+
+def a_small_gather(x, idx, weights, config):
+    return (xm.all_gather(x, "ep", config=dataclasses.replace(config, mode="low_latency")),)
+
+
+def a_gathered_matmul(x, idx, weights, config):
+    """This rank's own rows are multiplied before the group fails."""
+    config = dataclasses.replace(config, mode="throughput")
+    return (
+        xm.all_gather_matmul(x.astype(jnp.bfloat16), jnp.ones((x.shape[1], 64), jnp.bfloat16), "ep", config=config),
+    )
+
+
 OPERATIONS = [
     a_dispatch,
     a_quantized_dispatch,
@@ -163,6 +179,9 @@ OPERATIONS = [
     a_ranked_dispatch,
     an_exchange,
     a_ragged_exchange,
+    a_gather,
+    a_small_gather,
+    a_gathered_matmul,
 ]
 
 

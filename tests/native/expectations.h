@@ -76,10 +76,11 @@ inline std::string Name(const Problem& p) {
   return Text(
       "%s layout %d element %d T %d K %d E %d H %d C %d align %d blocks %d push %d slices %d parts %d solo %d low %d "
       "bulk %d home %d "
-      "lanes %d ragged %d wire %d ue8m0 %d seed %u",
+      "lanes %d ragged %d gather %d round %d wire %d ue8m0 %d seed %u",
       operations[static_cast<int>(p.operation)], static_cast<int>(p.layout), static_cast<int>(p.element), p.tokens,
       p.top_k, p.experts, p.hidden, p.capacity, p.alignment, p.blocks, p.push_blocks, p.slices, p.parts, p.solo,
-      p.low_latency, p.bulk, p.by_home, p.lanes, p.ragged, static_cast<int>(p.wire), p.ue8m0, p.seed);
+      p.low_latency, p.bulk, p.by_home, p.lanes, p.ragged, p.gather, p.round, static_cast<int>(p.wire), p.ue8m0,
+      p.seed);
 }
 
 inline std::string FailureText(uint64_t word) {

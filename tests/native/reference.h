@@ -26,7 +26,7 @@ struct Problem {
   Operation operation = Operation::kDispatch;
   Layout layout = Layout::kGrouped;
   Element element = Element::kF32;
-  bool scaled = false, weighted = true, ragged = false;
+  bool scaled = false, weighted = true, ragged = false, gather = false;
   bool by_table = false;  // an exchange that moves weights: tokens units of a rank to capacity units of every rank
   int ranks = 2, ranks_per_node = 0, tokens = 4, top_k = 2, experts = 4, hidden = 64, capacity = 0, alignment = 1;
   int blocks = 4, push_blocks = 2, slices = 1, parts = 1, segment_tokens = 4;
@@ -37,6 +37,7 @@ struct Problem {
   int chunk_tokens = 0;      // tokens that cross to another node together; 0: one node
   int ring_tokens = 0;       // tokens of a source that have a staged row at once, if so many ranks have rings; 0: all
   int lanes = 2, ring_chunks = 2, chunk_bytes = 256;
+  int round = -1;  // of an all_gather: this round alone
   uint32_t seed = 1;
   uint32_t site = 0;  // Descriptor::site
   xen_moe::WireType wire = xen_moe::WireType::kNative;
@@ -391,8 +392,9 @@ inline std::vector<RankCase> ReferenceMove(const Problem& p, std::mt19937& rng) 
   return out;
 }
 
-// `hidden` bytes are a unit; `capacity` units an output. all_to_all: tokens units to each rank. Inputs: operand, then,
-// ragged, input_offsets, send_sizes, output_offsets. Bytes that no rank writes keep the fill byte (world.h).
+// `hidden` bytes are a unit; `capacity` units an output. all_to_all: tokens units to each rank, in an all_gather the
+// same units. Inputs: operand, then, ragged, input_offsets, send_sizes, output_offsets. Bytes that no rank writes keep
+// the fill byte (world.h).
 inline std::vector<RankCase> ReferenceExchange(const Problem& p, std::mt19937& rng, uint8_t fill) {
   const size_t unit = p.hidden;
   const int R = p.ranks;
@@ -404,11 +406,11 @@ inline std::vector<RankCase> ReferenceExchange(const Problem& p, std::mt19937& r
     for (int s = 0; s < R; ++s) taken[t][s] = static_cast<int>(rng() % (p.tokens + 1));
   }
   for (int s = 0; s < R; ++s) {
-    Bytes operand(static_cast<size_t>(R) * p.tokens * unit);
+    Bytes operand(static_cast<size_t>(p.gather ? 1 : R) * p.tokens * unit);
     for (uint8_t& b : operand) b = static_cast<uint8_t>(rng() % 251);
     operands.push_back(operand);
     for (int t = 0; t < R; ++t) {
-      from[s].push_back(t * p.tokens);
+      from[s].push_back(p.gather ? 0 : t * p.tokens);
       sizes[s].push_back(p.ragged ? taken[t][s] : p.tokens);
       int offset = p.ragged ? 1 : s * p.tokens;
       for (int before = 0; p.ragged && before < s; ++before) offset += taken[t][before];
@@ -422,6 +424,7 @@ inline std::vector<RankCase> ReferenceExchange(const Problem& p, std::mt19937& r
     if (p.ragged) c.inputs.insert(c.inputs.end(), {ToBytes(from[t]), ToBytes(sizes[t]), ToBytes(to[t])});
     Bytes bytes(static_cast<size_t>(p.capacity) * unit, fill);
     for (int s = 0; s < R; ++s) {
+      if (p.round >= 0 && (s == t || (s + t) % R != p.round)) continue;
       std::memcpy(bytes.data() + to[s][t] * unit, operands[s].data() + from[s][t] * unit, sizes[s][t] * unit);
     }
     c.outputs.push_back(Output{bytes, Bytes(bytes.size(), 0xFF), 0xFF});
@@ -452,10 +455,15 @@ inline Problem RandomProblem(std::mt19937& rng, int ranks, int most_blocks) {
   p.push_blocks = 1 + static_cast<int>(rng() % p.blocks);
   if (p.operation == Operation::kExchange) {
     p.ragged = rng() % 2;
+    p.gather = !p.ragged && rng() % 2;
+    p.low_latency = p.gather && rng() % 2;
     p.hidden = pick({1, 4, 6, 64, 80});
+    if (p.low_latency) p.hidden = pick({16, 80, 464, 1008});
+    if (p.gather && !p.low_latency && rng() % 2) p.round = static_cast<int>(rng() % ranks);
     p.chunk_bytes = pick({16, 256});
     p.ring_chunks = pick({1, 2, 4});
-    p.lanes = 1 + static_cast<int>(rng() % std::max(1, most_blocks / ranks));
+    p.lanes = 1 + static_cast<int>(rng() % std::max(1, most_blocks / (p.low_latency ? 1 : ranks)));
+    if (p.gather && !p.low_latency) p.lanes *= xen_moe::kBlockLanes;
     p.capacity = ranks * p.tokens + (p.ragged ? 1 : 0);
     if (rng() % 3 == 0) p.by_table = true, p.ragged = false, p.capacity = pick({1, 3, 9});
     return p;

@@ -60,9 +60,18 @@ static void Plans() {
     if (p.operation == Operation::kExchange) {
       ExchangeParams e{};
       e.ranks = p.ranks, e.chunk_bytes = p.chunk_bytes, e.ring_chunks = p.ring_chunks, e.lanes = p.lanes;
-      e.unit_bytes = p.hidden, e.operand_units = p.ranks * p.tokens, e.output_units = p.capacity, e.call.call_id = 1;
+      e.gather = p.gather, e.low_latency = p.low_latency, e.round = p.round;
+      e.unit_bytes = p.hidden, e.operand_units = (p.gather ? 1 : p.ranks) * p.tokens, e.output_units = p.capacity;
+      e.call.call_id = 1;
       PlanExchange(&e, p.ragged);
       Describe(&e, p.ragged, 0, 0);
+      if (p.low_latency) {
+        const uint64_t lines = e.flag_bytes - LineBorder(e.flag_bytes), bytes = e.operand_units * e.unit_bytes;
+        EXPECT(p.ranks * LineRounds(bytes) * kRoundBytes <= lines && LastLines(bytes) >= 1 && Unfit(e) == nullptr);
+        e.unit_bytes += 1;
+        EXPECT((e.operand_units * e.unit_bytes % 16 != 0) == (Unfit(e) != nullptr));
+        continue;
+      }
       const uint64_t ways = static_cast<uint64_t>(p.ranks) * p.lanes;
       EXPECT(e.message_flags + 4 * p.ranks <= e.chunk_flags &&
              e.chunk_flags + 4 * ways * e.max_chunks <= e.credit_flags &&

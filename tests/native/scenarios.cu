@@ -302,7 +302,8 @@ std::string Shapes(const Options& o) {
     Expect(f.rank == o.ranks - 1, Text("rank %d was named", f.rank));
     const bool units = p.operation == Operation::kExchange;  // an exchange reports the operand's units
     auto told = [&](const Problem& q) {
-      return static_cast<uint32_t>(!units || q.by_table ? q.tokens : q.ragged ? o.ranks * q.tokens : o.ranks);
+      const bool tokens = !units || q.by_table || q.gather;
+      return static_cast<uint32_t>(tokens ? q.tokens : q.ragged ? o.ranks * q.tokens : o.ranks);
     };
     for (const RankState& state : world.states) {
       const auto sent = [&](const Descriptor& d) { return units ? d.exchange.operand_units : d.routed.tokens; };
@@ -567,7 +568,7 @@ std::string Company(const Options& o) {
   for (int i = 0; i < 40; ++i) {
     Problem p = RandomProblem(rng, ranks, 48);
     p.blocks = std::max(p.blocks, 24);
-    if (p.operation == Operation::kExchange) p.lanes = 24 / ranks;
+    if (p.operation == Operation::kExchange) p.lanes = p.low_latency ? 24 : 24 / ranks * (p.gather ? kBlockLanes : 1);
     pool.push_back(world.AddAll(p, 4 * o.patience));
   }
   world.Start(Largest(pool));

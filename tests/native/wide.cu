@@ -45,12 +45,15 @@ std::vector<Problem> SmallProblems(const Options& o) {
     Problem& p = add(Operation::kCombine, Layout::kGrouped, false);
     p.wire = WireType::kInt8, p.hidden = 130, p.ranks_per_node = R % 3 == 0 ? R / 3 : R;
   }
-  for (const bool ragged : {false, true}) {
-    if (!all) break;  // R blocks on each of R ranks
+  for (const int kind : {0, 1, 2, 3}) {  // all_to_all, ragged_all_to_all, all_gather, all_gather through lines
+    const bool ragged = kind == 1;
+    if (!all && kind < 3) continue;  // R blocks on each of R ranks
     Problem p;
     p.ranks = R, p.seed = static_cast<uint32_t>(rng()), p.operation = Operation::kExchange, p.ragged = ragged;
-    p.tokens = 2, p.hidden = 20, p.chunk_bytes = 16, p.ring_chunks = 1, p.lanes = 1;
+    p.tokens = 2, p.hidden = 20, p.chunk_bytes = 16, p.ring_chunks = 1, p.lanes = kind == 2 ? kBlockLanes : 1;
     p.capacity = R * p.tokens + (ragged ? 1 : 0);
+    p.gather = kind >= 2, p.low_latency = kind == 3;
+    if (p.low_latency) p.hidden = 48, p.lanes = 2;
     out.push_back(p);
   }
   return out;
@@ -59,7 +62,8 @@ std::vector<Problem> SmallProblems(const Options& o) {
 // Returns true if the blocks of all ranks of a GPU are resident together, which ranks that share a GPU need.
 bool Resident(const Options& o, const Problem& p) {
   const int sharing = (o.ranks + o.gpus - 1) / o.gpus;
-  return p.operation != Operation::kExchange || sharing == 1 || sharing * p.ranks * p.lanes <= Multiprocessors(0);
+  return p.operation != Operation::kExchange || sharing == 1 ||
+         sharing * (p.low_latency ? p.lanes : p.ranks * p.lanes / (p.gather ? kBlockLanes : 1)) <= Multiprocessors(0);
 }
 
 std::vector<std::vector<Prepared*>> PoolOf(World& world, const Options& o, const std::vector<Problem>& problems,

@@ -186,10 +186,12 @@ Prepared::Prepared(const Problem& p, const RankCase& c, const RankState& rank, u
     ExchangeParams& e = exchange;
     e.call = call;
     e.ranks = p.ranks, e.rank = rank.rank, e.poison = 0xFF, e.chunk_bytes = p.chunk_bytes;
-    e.ring_chunks = p.ring_chunks, e.lanes = p.lanes,
-    e.unit_bytes = p.ragged || p.by_table ? p.hidden : p.hidden * p.tokens;
-    e.operand_units = p.ragged ? p.ranks * p.tokens : p.ranks;
-    e.output_units = p.ragged ? p.capacity : p.ranks;
+    const bool rows = p.ragged || p.gather;  // an all_to_all moves a unit for each rank
+    e.gather = p.gather, e.low_latency = p.low_latency, e.round = p.round;
+    e.ring_chunks = p.ring_chunks, e.lanes = p.lanes;
+    e.unit_bytes = rows || p.by_table ? p.hidden : p.hidden * p.tokens;
+    e.operand_units = p.gather ? p.tokens : rows ? p.ranks * p.tokens : p.ranks;
+    e.output_units = rows ? p.capacity : p.ranks;
     e.operand = inputs_[0], e.output = out(0);
     if (p.by_table) {
       e.by_table = true, e.lost = kLost, e.sources = Input(1);

@@ -33,6 +33,16 @@ ALL_TO_ALL = (  # shape of a rank's x from R, split_axis, concat_axis, tiled, gr
     (lambda r: (r // 2, 6), 0, 0, False, 2, "float32"),
     (lambda r: (r, 6), 0, 1, True, 2, "float16"),
 )
+ALL_GATHER = (  # shape of a rank's x, axis, tiled, groups of consecutive ranks, dtype
+    ((24, 16), 0, True, 1, "bfloat16"),
+    ((3, 5), 0, False, 1, "float32"),
+    ((3, 5), -1, False, 1, "int8"),
+    ((2, 3, 7), 1, True, 1, "float8_e4m3fn"),
+    ((), 0, False, 1, "float32"),
+    ((16,), 0, True, 1, "int32"),
+    ((40, 8), 0, True, 2, "float32"),
+    ((6, 3), 1, False, 2, "bool"),
+)
 
 
 class Conformance:
@@ -398,6 +408,76 @@ class Conformance:
         ours, theirs = self.run(body, x)
         assert_bits(ours, oracle.all_to_all(x, split, concat, groups=index_groups, tiled=tiled), "all_to_all")
         assert_bits(ours, theirs, "all_to_all against jax.lax")
+
+    @pytest.mark.parametrize(("shape", "axis", "tiled", "groups", "dtype"), ALL_GATHER)
+    def test_all_gather(self, shape, axis, tiled, groups, dtype):
+        """Bits of `jax.lax.all_gather` and of its gradient."""
+        if groups > 1:
+            self.needs_exchange()
+        if self.num_ranks < 4 and groups > 1:
+            pytest.skip("groups of one rank")
+        index_groups = None if groups == 1 else np.arange(self.num_ranks).reshape(groups, -1).tolist()
+        x = np.random.default_rng(11).integers(-8, 8, (self.num_ranks, *shape)).astype(dtype)
+
+        def body(x):
+            call = {"axis": axis, "tiled": tiled, "axis_index_groups": index_groups}
+            results = []
+            for gather in (functools.partial(xm.all_gather, config=self.config), jax.lax.all_gather):
+                out = gather(x, "ep", **call)
+                grad = ()
+                if dtype in ("float32", "bfloat16"):
+                    weights = jnp.arange(out.size).reshape(out.shape).astype(out.dtype) % 16
+                    grad = jax.grad(lambda x, g=gather, w=weights: jnp.sum(g(x, "ep", **call) * w))(x)
+                results.append((out, grad))
+            return results
+
+        ours, theirs = self.run(body, x)
+        assert_bits(ours[0], theirs[0], "all_gather")
+        if dtype in ("float32", "bfloat16"):
+            assert_bits(ours[1], theirs[1], "gradient of all_gather")
+
+    @pytest.mark.parametrize("wire", ["float8_e4m3fn", "int8:ue8m0"])
+    def test_all_gather_through_a_wire(self, wire):
+        """Every rank's part is rounded, this rank's too; the gradient is that without a wire."""
+        x = np.random.default_rng(12).standard_normal((self.num_ranks, 6, 200)).astype("bfloat16")
+        dtype, _, scales = wire.partition(":")
+
+        def body(x):
+            def loss(x, wire):
+                out = xm.all_gather(x, "ep", axis=1, tiled=True, wire=wire, config=self.config)
+                return jnp.sum(out.astype(jnp.float32) * jnp.arange(out.shape[1])), out
+
+            (_, out), grad = jax.value_and_grad(loss, has_aux=True)(x, wire)
+            rounded = xm.dequantize(xm.quantize(x, dtype, scales or "float32"), x.dtype)
+            plain = jax.grad(lambda x: loss(x, None)[0])(x)
+            return out, jax.lax.all_gather(rounded, "ep", axis=1, tiled=True), grad, plain
+
+        out, expected, grad, plain = self.run(body, x)
+        assert_bits(out, expected, "all_gather through a wire")
+        assert_bits(grad, plain, "its gradient")
+
+    def test_all_gather_matmul(self):
+        """Bits of the composition, forward and backward: every sum is exact. All rows of a rank are multiplied by
+        themselves where the backend can do so."""
+        rng = np.random.default_rng(14)
+        x = rng.integers(-4, 4, (self.num_ranks, 24, 128)).astype("bfloat16")
+        w = rng.integers(-4, 4, (self.num_ranks, 128, 40)).astype("bfloat16")
+        config = dataclasses.replace(self.config, mode="throughput")
+
+        def body(x, w):
+            results = []
+            for product in (
+                lambda x, w: xm.all_gather_matmul(x, w, "ep", config=config),
+                lambda x, w: jnp.matmul(jax.lax.all_gather(x, "ep", tiled=True), w),
+            ):
+                out, back = jax.vjp(product, x, w)
+                results.append((out, back(jnp.ones_like(out))))
+            return results
+
+        ours, theirs = self.run(body, x, w)
+        assert_bits(ours[0], theirs[0], "all_gather_matmul")
+        for mine, expected, name in zip(ours[1], theirs[1], "xw", strict=True):
+            assert_bits(mine, expected, f"its gradient of {name}")
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
     @pytest.mark.parametrize("trailing", [(128,), (), (3, 5)], ids=str)

@@ -35,13 +35,15 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Static half of an `all_to_all` or a `ragged_all_to_all`.
+    """Static half of an `all_to_all`, a `ragged_all_to_all` or an `all_gather`.
 
     Attributes:
       axis_name, axis_sizes: mesh axes whose ranks exchange, the slow one first.
       axis_index_groups: groups of ranks that exchange among themselves, or None for one group of all ranks.
       config: tuning.
-      split_axis, concat_axis, tiled: as in `jax.lax.all_to_all`; a `ragged_all_to_all` does not read them.
+      split_axis, concat_axis, tiled: as in `jax.lax.all_to_all`; a `ragged_all_to_all` does not read them, and in an
+        `all_gather` `concat_axis` is the argument `axis`.
+      wire: format that an `all_gather` travels in; None is the dtype of the operand.
     """
 
     axis_name: tuple[str, ...]
@@ -51,6 +53,7 @@ class Exchange:
     split_axis: int = 0
     concat_axis: int = 0
     tiled: bool = False
+    wire: Wire | None = None
 
     @property
     def groups(self) -> list[list[int]] | None:
@@ -92,6 +95,7 @@ class Backend:
         of one slot for each token.
       move_weights, reduce_gradients: take a `Move`, arrays, and `source int32 [R, S_new]` (`_placement.py`). None: an
         exchange for each slot does it.
+      all_gather, all_gather_matmul: take an `Exchange`. None: XLA's own gathers, and a matmul follows.
       gather_words: takes `words int32 [N]` and `active`, returns `[R, N]`. None: an all-gather of XLA does it.
       runs: `runs(operation, avals, static)` returns False for operands with which one of these operations does not run:
         then it is done as where there is None.
@@ -123,6 +127,8 @@ class Backend:
     redispatch: Operation
     all_to_all: Operation
     ragged_all_to_all: Operation
+    all_gather: Operation | None = None
+    all_gather_matmul: Operation | None = None
     weights_to_rows: Operation | None = None
     weights_from_rows: Operation | None = None
     combine_at_home: Operation | None = None

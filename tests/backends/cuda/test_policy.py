@@ -360,6 +360,56 @@ def test_processes_run_the_same_kernels_between_nodes_as_one_process(monkeypatch
         assert found["masked"] and found["low_latency"] and found["ranks_per_node"] == 2
 
 
+def test_which_kernels_gather():
+    """Small operands of whole vectors go through lines, and rows between nodes by a dispatch."""
+
+    def gather(shape, config=xm.KernelConfig(), dtype=jnp.bfloat16, **options):  # noqa: B008  it is frozen
+        text = lowered_for_nodes(lambda x, *_: xm.all_gather(jnp.zeros(shape, dtype), "ep", config=config, **options))
+        (call,) = calls_in(text)
+        return call
+
+    target, small = gather((128, 7168))
+    assert target == "xen_moe_exchange" and small["gather"] and small["low_latency"] and not small["ragged"]
+    assert (small["operand_units"], small["output_units"], small["unit_bytes"]) == (128, 512, 2 * 7168)
+    assert gather((1, 64))[1]["lanes"] == 1, "a block moves 7680 bytes"
+    assert not gather((3, 5))[1]["low_latency"], "30 bytes"
+    assert not gather((4096, 7168))[1]["low_latency"]
+    assert gather((1024, 7168), xm.KernelConfig(mode="low_latency"))[1]["low_latency"]
+    assert not gather((128, 7168), xm.KernelConfig(mode="throughput"))[1]["low_latency"]
+    target, wire = gather((128, 7168), wire="int8")
+    assert target == "xen_moe_exchange" and wire["unit_bytes"] * wire["operand_units"] == 128 * (7168 + 4 * 56)
+    target, far = gather((128, 7168), nodes_of(2))
+    assert target == "xen_moe_dispatch" and far["ranks_per_node"] == 2 and far["top_k"] == 4
+    assert gather((6, 3), nodes_of(2), jnp.bool_)[0] == "xen_moe_dispatch"
+    with pytest.raises(ValueError, match="all_gather of complex64 between nodes"):
+        gather((6, 3), nodes_of(2), jnp.complex64)
+    with pytest.raises(ValueError, match=r"groups of 2 ranks with KernelConfig.ranks_per_node=1"):
+        gather((6, 3), nodes_of(1), axis_index_groups=[[0, 1], [2, 3]])
+
+
+def test_when_rows_are_multiplied_rank_by_rank():
+    def calls(rows, columns, config=xm.KernelConfig(), dtype=jnp.bfloat16):  # noqa: B008  it is frozen
+        def body(*_):
+            return xm.all_gather_matmul(
+                jnp.zeros((rows, 4096), dtype), jnp.zeros((4096, columns), dtype), "ep", config=config
+            )
+
+        (call,) = calls_in(lowered_for_nodes(body))
+        return call
+
+    target, large = calls(4096, 7168)
+    assert target == "xen_moe_gather_matmul"
+    assert (large["lanes"], large["depth"], large["columns"], large["dtype"]) == (8 * 16, 4096, 7168, 0)
+    assert (
+        calls(4096, 4096)[1]["lanes"] == 14 * 16
+        and calls(4096, 128, xm.KernelConfig(mode="throughput"))[1]["lanes"] == 24 * 16
+    )
+    assert calls(128, 7168)[0] == "xen_moe_exchange", "its matmul hides nothing"
+    assert calls(128, 7168, xm.KernelConfig(mode="throughput"))[0] == "xen_moe_gather_matmul"
+    assert calls(4096, 7168, dtype=jnp.float32)[0] == "xen_moe_exchange"
+    assert calls(4096, 7168, nodes_of(2))[0] == "xen_moe_dispatch"
+
+
 def test_what_does_not_cross_between_nodes_is_refused():
     with pytest.raises(ValueError, match=r"all_to_all.* of 4 ranks with KernelConfig.ranks_per_node=2.*'reference'"):
         lowered_for_nodes(lambda x, *_: xm.all_to_all(x, "ep", 0, 0, tiled=True, config=nodes_of(2)))

@@ -35,7 +35,10 @@ PROGRAMS = {
 """Program to its own files of tests/native; world.cu and the kernels are part of every one."""
 DEFINES = {"nodes_ranks256": ("XEN_MOE_MAX_RANKS=256",)}
 """Program to the defines that its own files are compiled with."""
-FLAGS = "-std=c++17 -O1 -g1 -ffp-contract=off -fno-strict-aliasing -U_FORTIFY_SOURCE -Wno-ignored-attributes -pthread"
+FLAGS = (
+    "-std=c++17 -O1 -g1 -ffp-contract=off -fno-strict-aliasing -U_FORTIFY_SOURCE -Wno-ignored-attributes -pthread "
+    "-DXEN_MOE_BLOCK_LANES=4"
+)
 """Kernels take the same registers for words and for numbers, which a C++ compiler need not allow from -O2 on."""
 
 

@@ -7,7 +7,7 @@ capturable in CUDA graphs. See docs/design/cuda.md.
 from typing import Any
 
 from xen_moe_jax.backends.base import Backend
-from xen_moe_jax.backends.cuda import collectives, combine, dispatch, gather, memory, module, start_done
+from xen_moe_jax.backends.cuda import collectives, combine, dispatch, gather, gather_matmul, memory, module, start_done
 
 
 def _runs(operation: str, avals: Any, static: Any) -> bool:
@@ -26,6 +26,8 @@ BACKEND = Backend(
     combine_at_home=combine.combine_at_home,
     move_weights=collectives.move_weights,
     reduce_gradients=collectives.reduce_gradients,
+    all_gather=collectives.all_gather,
+    all_gather_matmul=gather_matmul.all_gather_matmul,
     gather_words=gather.gather_words,
     runs=_runs,
     check_available=module.check_available,

@@ -1,4 +1,4 @@
-"""all_to_all, ragged_all_to_all and moved weights as FFI calls: shapes into `[ranks, bytes]` and back."""
+"""all_to_all, ragged_all_to_all, all_gather and moved weights as FFI calls: shapes into `[ranks, bytes]` and back."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from jax import lax
 
 from xen_moe_jax import _active, _layout, _mesh, _nodes
 from xen_moe_jax._config import KernelConfig
-from xen_moe_jax.backends.base import Exchange, Move
+from xen_moe_jax._spec import Spec
+from xen_moe_jax.backends import gathered
+from xen_moe_jax.backends.base import Call, Exchange, Move
 from xen_moe_jax.backends.cuda import call, devices, module
 from xen_moe_jax.backends.cuda import schedule as schedules
+from xen_moe_jax.backends.cuda.gather import gather_words
 
 CHUNK_BYTES = 64 * 1024
 RING_CHUNKS = 4
@@ -24,15 +27,21 @@ MOVE_SMS = 96
 """Half of the blocks copy the slots that stay on their rank."""
 KEEP = -3
 """Entry of a table for a slot that is not written (`ExchangeParams::sources`)."""
+GATHER_CHUNK_BYTES, GATHER_RING_CHUNKS = 16 * 1024, 2
+"""Chunks of an all_gather, each of whose blocks has `block_lanes` rings."""
+GATHER_SMS = 96
+"""SMs of an all_gather: half of them only copy this rank's own rows if there are two ranks."""
+LOW_LATENCY_BYTES = 16 << 20
+"""Most bytes of a gathered array for which mode="auto" takes the low-latency kernels of an all_gather."""
+ROUND_BYTES = 480
+"""Bytes that a warp moves at once there (cuda_kernels/low_latency/ll128_plan.h)."""
 
 
-def _attributes(
-    config: KernelConfig, sms: int, ranks: int, pair_bytes: int, dtype: Any, **units: int
-) -> dict[str, int]:
-    """`pair_bytes`: the largest message between two ranks."""
+def attributes(config: KernelConfig, sms: int, ranks: int, pair_bytes: int, dtype: Any, **units: int) -> dict[str, int]:
+    """Integer attributes of an exchange. `pair_bytes`: the largest message between two ranks."""
     if _nodes.several(ranks, config):
         raise ValueError(
-            f"all_to_all or ragged_all_to_all of {ranks} ranks with KernelConfig.ranks_per_node="
+            f"all_to_all, ragged_all_to_all or all_gather in groups of {ranks} ranks with KernelConfig.ranks_per_node="
             f"{config.ranks_per_node}: the CUDA backend's exchange stores at every rank by pointer: leave "
             "ranks_per_node out where all ranks share NVLink, or use KernelConfig(backend='reference'), which is XLA's"
         )
@@ -41,16 +50,21 @@ def _attributes(
         raise ValueError(
             f"the CUDA backend takes at most {most} ranks, not {ranks}: use KernelConfig(backend='reference')"
         )
-    lanes = max(1, min(schedules.blocks(config, sms) // ranks, -(-pair_bytes // 4096)))
-    chunk = min(CHUNK_BYTES, -(-pair_bytes // (256 * lanes)) * 256)
+    gather = bool(units.get("gather"))
+    blocks = schedules.blocks(config, sms, GATHER_SMS if gather else schedules.DEFAULT_SMS)
+    lanes = max(1, min(blocks // ranks, -(-pair_bytes // 4096))) * (module.compiled().block_lanes if gather else 1)
+    chunk = min(GATHER_CHUNK_BYTES if gather else CHUNK_BYTES, -(-pair_bytes // (256 * lanes)) * 256)
     return {
         "ranks": ranks,
         "lanes": lanes,
         "chunk_bytes": max(256, chunk),
-        "ring_chunks": RING_CHUNKS,
+        "ring_chunks": GATHER_RING_CHUNKS if gather else RING_CHUNKS,
         "timeout_ns": call.timeout_ns(config),
         "channel": config.channel,
         "poison": 0x80 if "fnuz" in jnp.dtype(dtype).name else 0xFF,
+        "ragged": 0,
+        "gather": 0,
+        "low_latency": 0,
         **units,
     }
 
@@ -66,7 +80,7 @@ def all_to_all(exchange: Exchange, x: jax.Array) -> jax.Array:
         parts = x
     parts = jnp.moveaxis(parts, split_axis, 0)
     unit_bytes = parts[0].size * x.dtype.itemsize
-    attrs = _attributes(
+    attrs = attributes(
         exchange.config,
         devices.num_sms(mesh),
         ranks,
@@ -75,7 +89,6 @@ def all_to_all(exchange: Exchange, x: jax.Array) -> jax.Array:
         unit_bytes=unit_bytes,
         operand_units=ranks,
         output_units=ranks,
-        ragged=0,
     )
     keys = devices.groups(mesh, exchange.axis_name, exchange.axis_index_groups)
     (out,) = call.ffi_call("xen_moe_exchange", (parts,), [jax.ShapeDtypeStruct(parts.shape, x.dtype)], keys, attrs)
@@ -93,7 +106,7 @@ def ragged_all_to_all(exchange: Exchange, operand: jax.Array, output: jax.Array,
     unit_bytes = int(np.prod(operand.shape[1:], dtype=np.int64)) * operand.dtype.itemsize
     if unit_bytes == 0 or operand.shape[0] == 0 or output.shape[0] == 0:
         return output
-    attrs = _attributes(
+    attrs = attributes(
         exchange.config,
         devices.num_sms(mesh),
         ranks,
@@ -130,7 +143,7 @@ def move_weights(move: Move, weights: jax.Array, source: jax.Array, active: jax.
     mesh = _mesh.lowering_mesh()
     ranks, slots = source.shape
     unit_bytes = int(np.prod(weights.shape[1:], dtype=np.int64)) * weights.dtype.itemsize
-    attrs = _attributes(
+    attrs = attributes(
         move.config,
         devices.num_sms(mesh),
         ranks,
@@ -185,3 +198,67 @@ def reduce_gradients(move: Move, gradients: jax.Array, source: jax.Array, active
     first, _ = came(0, -1)
     deepest = jnp.max(order)
     return lax.cond(deepest > 0, all_turns, lambda: first)
+
+
+def all_gather(exchange: Exchange, x: jax.Array) -> jax.Array:
+    """Computes `jax.lax.all_gather`; through a wire as `gathered.through_wire` says."""
+    ranks = _mesh.group_size(exchange.axis_sizes, exchange.axis_index_groups)
+
+    def gather(x: jax.Array) -> jax.Array:
+        several = _nodes.several(ranks, exchange.config) and exchange.axis_index_groups is None
+        return _between_nodes(exchange, x) if several else _within_node(exchange, x, ranks)
+
+    parts = gather(x) if exchange.wire is None else gathered.through_wire(gather, x, exchange.wire)
+    return gathered.arranged(parts, exchange.concat_axis, exchange.tiled)
+
+
+def use_low_latency(config: KernelConfig, ranks: int, operand_bytes: int) -> bool:
+    """True if the low-latency kernels (cuda_kernels/low_latency/gather.cu) gather operands of this size."""
+    few = ranks * operand_bytes <= LOW_LATENCY_BYTES
+    wanted = config.mode == "low_latency" or (config.mode == "auto" and few)
+    return wanted and operand_bytes % 16 == 0 and operand_bytes <= module.compiled().max_gather_bytes
+
+
+def _within_node(exchange: Exchange, x: jax.Array, ranks: int) -> jax.Array:
+    """`[R, *x.shape]`: every rank stores its operand at every other one."""
+    mesh, config = _mesh.lowering_mesh(), exchange.config
+    size = x.size * x.dtype.itemsize
+    rows = x.shape[0] if x.ndim > 1 else 1  # as error messages name them
+    sms = devices.num_sms(mesh)
+    attrs = attributes(
+        config,
+        sms,
+        ranks,
+        size,
+        x.dtype,
+        gather=1,
+        unit_bytes=size // rows,
+        operand_units=rows,
+        output_units=ranks * rows,
+    )
+    if use_low_latency(config, ranks, size):
+        warps = -(-size // ROUND_BYTES)
+        blocks = min(schedules.blocks(config, sms, schedules.LOW_LATENCY_SMS), -(-warps // module.compiled().warps))
+        attrs |= {"low_latency": 1, "lanes": blocks}
+    keys = devices.groups(mesh, exchange.axis_name, exchange.axis_index_groups)
+    (out,) = call.ffi_call("xen_moe_exchange", (x,), [jax.ShapeDtypeStruct((ranks, *x.shape), x.dtype)], keys, attrs)
+    return out
+
+
+def _between_nodes(exchange: Exchange, x: jax.Array) -> jax.Array:
+    """`[R, *x.shape]`, by a dispatch: a row crosses to each node once, and its ranks store it at each other there."""
+    ranks = _mesh.group_size(exchange.axis_sizes, None)
+    if x.dtype == jnp.bool_:
+        return _between_nodes(exchange, x.astype(jnp.uint8)).astype(jnp.bool_)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise ValueError(
+            f"all_gather of {x.dtype} between nodes: gather the real and the imaginary parts, or use "
+            "KernelConfig(backend='reference'), which is XLA's"
+        )
+    as_bytes = lax.bitcast_convert_type(x, jnp.uint8).reshape(-1)
+    words = lax.bitcast_convert_type(jnp.pad(as_bytes, (0, -as_bytes.size % 4)).reshape(-1, 4), jnp.int32)
+    spec = Spec(exchange.axis_name, exchange.axis_sizes, ranks, 1, 1, "grouped", ranks)
+    came = gather_words(Call(spec, exchange.config), words, _active.EVERY_RANK)
+    found = lax.bitcast_convert_type(came, jnp.uint8).reshape(ranks, -1)[:, : as_bytes.size]
+    shape = (ranks, *x.shape, *([x.dtype.itemsize] if x.dtype.itemsize > 1 else []))
+    return lax.bitcast_convert_type(found.reshape(shape), x.dtype)

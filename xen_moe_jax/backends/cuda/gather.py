@@ -16,9 +16,11 @@ from xen_moe_jax.backends.cuda.dispatch import dispatch
 
 ROW_WORDS = 1024
 """Words that travel as one row: a warp copies a row, and many rows keep many warps busy."""
+MOST_ROWS = 4096
+"""With more words, rows are longer: between nodes the kernels take 8192 rows of a rank."""
 
 
-def gather_words(call: Call, words: jax.Array, active: jax.Array) -> jax.Array:
+def gather_words(call: Call, words: jax.Array, active: Any) -> jax.Array:
     """int32 `[N]` -> `[R, N]`, zero for an inactive rank: each rank is one expert, which every row names.
 
     A row names at most `max_top_k` experts. More ranks gather by a collective of XLA, which waits for all of them.
@@ -37,10 +39,10 @@ def gather_words(call: Call, words: jax.Array, active: jax.Array) -> jax.Array:
     return lax.all_gather(words, call.spec.axis_name)
 
 
-def gather_by(dispatch: Any, call: Call, words: jax.Array, active: jax.Array) -> jax.Array:
+def gather_by(dispatch: Any, call: Call, words: jax.Array, active: Any) -> jax.Array:
     """`gather_words` with the `dispatch` of any backend."""
     given, ranks = call.spec, call.spec.num_ranks
-    size = min(ROW_WORDS, words.size)
+    size = min(ROW_WORDS * -(-words.size // (ROW_WORDS * MOST_ROWS)), words.size)
     num_rows = -(-words.size // size)
     rows = jnp.pad(words, (0, num_rows * size - words.size)).reshape(num_rows, size)
     spec = Spec(given.axis_name, given.axis_sizes, ranks, num_rows, ranks, "padded", ranks * num_rows)

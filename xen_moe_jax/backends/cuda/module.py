@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
+import itertools
+import pathlib
 import types
 
 import jax
@@ -39,6 +42,17 @@ def register() -> None:
     registered()
 
 
+def _cublas(version: int) -> str:
+    """Path of the cuBLAS that JAX's CUDA plugin depends on; "" where it is no Python package."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = list(spec.submodule_search_locations or []) if spec else []
+    for root, package in itertools.product(roots, (f"cu{version}", "cublas")):
+        library = pathlib.Path(root) / package / "lib" / f"libcublas.so.{version}"
+        if library.exists():
+            return str(library)
+    return ""
+
+
 _loaded: types.ModuleType | None = None
 
 
@@ -56,6 +70,7 @@ def registered() -> types.ModuleType:
     """
     global _loaded
     module = compiled()
+    module.set_cublas(_cublas(module.cudart_version // 1000))
     module.set_up_job(lambda: job.describe(module), lambda: processes.start(module))
     for name, registration in module.types().items():
         jax.ffi.register_ffi_type(name, registration, platform="CUDA")
