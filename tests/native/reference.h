@@ -465,7 +465,7 @@ inline Problem RandomProblem(std::mt19937& rng, int ranks, int most_blocks) {
     p.lanes = 1 + static_cast<int>(rng() % std::max(1, most_blocks / (p.low_latency ? 1 : ranks)));
     if (p.gather && !p.low_latency) p.lanes *= xen_moe::kBlockLanes;
     p.capacity = ranks * p.tokens + (p.ragged ? 1 : 0);
-    if (rng() % 3 == 0) p.by_table = true, p.ragged = false, p.capacity = pick({1, 3, 9});
+    if (!p.gather && rng() % 3 == 0) p.by_table = true, p.ragged = false, p.capacity = pick({1, 3, 9});
     return p;
   }
   p.element =
