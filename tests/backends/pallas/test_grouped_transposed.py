@@ -122,5 +122,5 @@ def test_a_compiled_layer_copies_no_weights(generation):
     for matmul in ("auto", "ragged_dot"):
         text = layer_programs.compile_layer(layer_programs.OWN, generation, None, 512, sizes, width, matmul).as_text()
         copied[matmul] = len(re.findall(r"= bf16\[(?:1,)?4,(?:1024,512|512,1024)\]\S* copy\(", text))
-        assert ("grouped_transposed" in text) == (matmul == "auto")
+        assert ("xen_moe_grouped_transposed" in text) == (matmul == "auto")
     assert copied["auto"] == 0 < copied["ragged_dot"], copied
