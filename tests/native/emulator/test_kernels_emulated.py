@@ -152,7 +152,11 @@ def test_a_scenario_of_few_ranks_is_refused_for_many(harness):
 
 
 FAULTS = {
-    "wrong-bytes": ("exchange/exchange.cu", "p.chunk_bytes, from + begin, min(", "p.chunk_bytes, from, min("),
+    "wrong-bytes": (
+        "exchange/exchange.cu",
+        "p.chunk_bytes, p.operand + chunk.at, chunk.bytes",
+        "p.chunk_bytes, p.operand, chunk.bytes",
+    ),
     "missing-wait": (
         "exchange/exchange.cu",
         "arrived = WaitFlag(way.chunk_flags + n, run, epoch, Step::kRows, source);",
