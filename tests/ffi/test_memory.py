@@ -3,25 +3,42 @@
 `make memory-test` builds the module; it needs a C++ compiler, and neither CUDA nor a GPU.
 """
 
+import multiprocessing
 import threading
 import time
 
 import pytest
 
+from tests.support import memory_module
 from tests.support.memory_module import HOME, LARGE, RANKS, SMALL, fail_first_growths, run, staging, wait_until
 from xen_moe_jax.backends.cuda import members
 
 # -- groups whose processes come and go (elastic.Group) ----------------------------------------------------------------
 
 
-def test_a_rank_makes_memory_alone_and_starts_again_with_other_members(memory):
-    keys = [p * memory.devices_per_process for p in range(3)]
-    memory.clear()
-    memory.configure(1, 3, keys)
+def _in_a_process_of_its_own(body) -> None:
+    """Runs `body` in a child: memory that other processes may have mapped is held until a process ends."""
+    child = multiprocessing.get_context("spawn").Process(target=body)
+    child.start()
+    child.join(60)
+    child.kill()
+    assert child.exitcode == 0, "standard error has the child's traceback"
+
+
+def _rank_of(num_ranks: int, rank: int):
+    """The module and a workspace of ranks in one process each, of which this process is one."""
+    memory = memory_module.load()
+    keys = [process * memory.devices_per_process for process in range(num_ranks)]
+    memory.configure(rank, num_ranks, keys)
     memory.set_provider(memory.fake_provider())  # an absent rank's memory is stood in for by this rank's own
     memory.set_agreement(members.Alone())
-    workspace = memory.workspace(keys, 3, 0)
+    workspace = memory.workspace(keys, num_ranks, 0)
     memory.serve(workspace, *SMALL, 1.0)
+    return memory, workspace
+
+
+def _start_again_with_other_members():
+    memory, workspace = _rank_of(3, 1)
     memory.serve(workspace, *LARGE, 1.0)  # two generations: the group knows of one
     assert memory.pointers_across(workspace) == [[0, 1, 2], [0, 1, 2]]
     for view, gone in ((3, [0, 2]), (4, []), (9, [2])):
@@ -38,19 +55,19 @@ def test_a_rank_makes_memory_alone_and_starts_again_with_other_members(memory):
         assert (listed["generation"], listed["generations_held"]) == (view, 1)
 
 
-def test_members_change_only_while_the_gpu_is_idle(memory):
-    keys = [0, memory.devices_per_process]
-    memory.clear()
-    memory.configure(0, 2, keys)
-    memory.set_provider(memory.fake_provider())
-    memory.set_agreement(members.Alone())
-    workspace = memory.workspace(keys, 2, 0)
-    memory.serve(workspace, *SMALL, 1.0)
+def _change_members_beside_a_busy_gpu():
+    memory, workspace = _rank_of(2, 0)
     memory.set_busy(True)
     with pytest.raises(RuntimeError, match="still busy after 1 s"):
         memory.adopt(workspace, [1], 65538, 1)
     memory.set_busy(False)
     assert memory.adopt(workspace, [1], 65538, 1) == 1 and memory.failure() == ""
+
+
+@pytest.mark.usefixtures("memory")  # skips where the module is not built
+@pytest.mark.parametrize("body", [_start_again_with_other_members, _change_members_beside_a_busy_gpu])
+def test_members_change(body):
+    _in_a_process_of_its_own(body)
 
 
 # -- growth ------------------------------------------------------------------------------------------------------------
