@@ -36,8 +36,8 @@ GROUP = 16
 COLUMNS = 512
 """Columns of one matrix product: its sums stay in registers."""
 PRODUCTS = 8
-"""Products that one turn of a loop makes: weights of one are pushed into the matrix units while sums of another leave
-them. Alone, a product of few rows waits for both."""
+"""Matrix products in one turn of a loop: the weights of one are pushed into the matrix units while the sums of another
+leave them. A product of few rows that is alone in its turn waits for both."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,15 +140,16 @@ class _Place(NamedTuple):
 
 
 def columns_at_once(width: int, together: int) -> tuple[int, int]:
-    """Returns how many pieces of `COLUMNS` columns one turn of a loop over `width` takes, at most `together`, and how
-    often the loop turns; once where there is no loop."""
+    """Returns how many pieces of `COLUMNS` columns one turn of a loop over `width` takes, at most `together`, and the
+    number of turns, which is 1 where there is no loop."""
     whole = width // COLUMNS
     size = max(1, min(together, whole))
     return size, max(1, whole // size)
 
 
 def for_columns(width: int, work: Callable[[Any, int], None], together: int = 1) -> None:
-    """Calls `work(offset, size)` for pieces of `COLUMNS` columns: a loop, and then the rest of a width."""
+    """Calls `work(offset, size)` for each piece of `COLUMNS` columns of `width`, up to `together` in a turn of a loop,
+    and then for the columns that are left."""
     whole = width // COLUMNS
     size, turns = columns_at_once(width, together)
     if turns > 1:
@@ -320,8 +321,8 @@ class Streams:
             work(pl.ds(pl.multiple_of(n * size, size), size))
 
     def _multiply(self, i: Any, phase: _Phase, turn: Any, slot: Any) -> None:
-        """Multiplies a slab of down, or of gate and up, and adds the products to their sums; those of the first slab
-        are the sums."""
+        """Multiplies a slab of down, or of gate and up, and adds the products to their sums. The products of the first
+        slab overwrite the sums of the visit before."""
         refs = self.refs
         expert = refs.experts[self.visit(i)]
         totals = [(refs.up_sum, refs.ups, "up"), (refs.gate_sum, refs.gates, "gate")]

@@ -139,7 +139,8 @@ class _Layer(Streams):
         return _Records(ref, self.record, self.flat)
 
     def await_records(self, end: Any) -> None:
-        """Waits for the records of the groups below `end`, from all ranks, unless they have been waited for."""
+        """Waits until the records of the groups below `end` have come from all ranks. Groups for which an earlier call
+        has waited are left out."""
         refs, sizes = self.refs, self.sizes
         if self.back is None:
             return
@@ -166,7 +167,7 @@ class _Layer(Streams):
 
         @pl.loop(0, refs.counts[visit])
         def _(n: Any) -> None:
-            # behind the last row it is gathered again: no row that follows has a meaning
+            # a group may reach past the last row: there the last row is gathered again, and its results are not used
             links = [refs.links[jnp.minimum(first + n * GROUP + k, last)] for k in range(GROUP)]
             for k, link in enumerate(links):
                 number = number_of(link, self.sizes.tokens)[2]
@@ -390,7 +391,7 @@ def _body(
 
 
 def _groups_of(rows: Any, buffer: Any) -> int:
-    """Groups of `rows [T, H]` that go through `buffer [2, N, H]`."""
+    """Returns how many groups of `N` rows `rows [T, H]` has, which go through `buffer [2, N, H]`."""
     return int(rows.shape[0]) // int(buffer.shape[1])
 
 
@@ -400,7 +401,7 @@ def _rows_of(n: Any, size: int) -> Any:
 
 
 def _given(refs: Any, n: Any) -> Any:
-    """DMA of group `n` of this rank's tokens into VMEM."""
+    """Returns the DMA of group `n` of this rank's tokens into VMEM."""
     slot = lax.rem(jnp.int32(n), 2)
     rows = _rows_of(n, refs.given.shape[1])
     return pltpu.make_async_copy(refs.x.at[rows], refs.given.at[slot], refs.given_semaphore.at[slot])
@@ -435,7 +436,8 @@ def _pack(refs: Any, sizes: Sizes, rank: Any, tokens: _Records) -> None:
 
 
 def _send_tokens(refs: Any, sizes: Sizes, rank: Any, tokens: _Records, link: Callable[[Any], Link]) -> None:
-    """Sends this rank's tokens, to all ranks in turn. `link(group)` leads to the semaphores of a group."""
+    """Sends this rank's tokens, one to each rank in turn, in the order of `decode_routing.leaving`. The receiver's
+    semaphores are those of the token's group, which `link(group)` names."""
     most = nothing = jnp.int32(0)
     for peer in range(sizes.ranks):
         most = jnp.maximum(most, jnp.where(peer == rank, nothing, decode_routing.returned(refs, sizes, peer)))
@@ -500,7 +502,8 @@ def vmem_bytes(
 
     Args:
       shape: of `up`, `[L, H, F]`.
-      in_hbm, of_weights: as in `decode_layer`, and bytes of a weight, if not those of a token's element.
+      in_hbm: as in `decode_layer`.
+      of_weights: bytes of a weight; None for as many as an element of a token has.
     """
     itemsize, all_tokens = 4 // record.per_word, sizes.ranks * sizes.tokens
     records = (all_tokens * (1 if in_hbm else 2) + sizes.rows + 2 * GROUP) * 4 * LANES * whole_rows(record)

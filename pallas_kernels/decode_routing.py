@@ -289,8 +289,8 @@ def count(refs: Any, sizes: Sizes, rank: Any) -> None:
 
 
 def end_of_pass(refs: Any, sizes: Sizes, begin: Any) -> Any:
-    """Returns the block behind a pass that begins with block `begin`: it takes the blocks for whose rows there is room,
-    and one at least."""
+    """Returns the block at which a pass ends that begins with block `begin`. The pass takes as many blocks as there is
+    room for their rows, and one at least; the block that is returned is not among them."""
 
     def fits(carry: Any) -> Any:
         end, rows = carry

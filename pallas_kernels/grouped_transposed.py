@@ -28,22 +28,30 @@ from xen_moe_jax.pallas_kernels.launch import Launch
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Rows and columns of a tile of the result, and products of a step: `rows` divides C, and `depth` the contracted
-    size."""
+    """Division of the kernel's work.
+
+    Attributes:
+      rows, columns: of a tile of the result; `rows` divides `C`.
+      depth: elements of the contracted dimension in a step; it divides that dimension.
+    """
 
     rows: int
     columns: int
     depth: int
 
     def vmem_bytes(self, operands: int, itemsize: int) -> int:
-        """Bytes of VMEM of the kernel for so many cotangents."""
+        """Returns the bytes of VMEM that the kernel takes for `operands` cotangents, each with a weight."""
         given = 2 * operands * (self.rows + self.columns) * self.depth * itemsize
         return given + self.rows * self.columns * (4 + 2 * itemsize)
 
 
 def visits_of(group_sizes: jax.Array, rows: int, tile: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the visits in order: int32 `[V]` the tile of rows and the group of each, `V = rows / tile + G`, and
-    `[G]`, the row behind each group. Visits that are not needed come last, with the last tile and group `G`."""
+    """Returns the visits in order: int32 `[V]`, the tile of rows of each visit; `[V]`, its group; and `[G]`, the end of
+    each group's rows. `V` is `rows / tile + G`. Visits that are not needed come last, with the last tile and group `G`.
+
+    Args:
+      group_sizes: int32 `[G]`, which add up to `rows`. tile: rows of a tile.
+    """
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     first = (ends - group_sizes) // tile
     count = jnp.where(group_sizes > 0, (ends - 1) // tile - first + 1, 0)

@@ -1,4 +1,4 @@
-"""Combine of rows that are not at their experts' homes, with the bits of a combine of rows that are.
+"""Combine of rows that lie on other ranks than their experts' homes, bit for bit as if they lay at home.
 
 A combine rounds the sum of a token's rows on each rank that holds them. Which rows are added before a rounding then
 depends on the placement, and so would the result. Here every row travels by itself, in its own dtype, and the token's
@@ -98,8 +98,8 @@ def _add_up(rows: jax.Array, home: jax.Array, weights: jax.Array | None, per_nod
     return (total + rounded(node_sum + rounded(home_sum))).astype(rows.dtype)
 
 
-# Operands: those of a combine, then `home int32 [T, K]` (`homes`) and the router weights `[T, K]` of the rank's tokens,
-# of which no derivative is taken: the rows' weights, which the dispatch has sent, carry it.
+# Operands: those of a combine, then `home int32 [T, K]` (`homes`) and the router weights `[T, K]` of the rank's tokens.
+# No derivative is taken by these router weights: the rows' weights, which the dispatch has sent, have it.
 combine_at_home_p = declare("combine_at_home", _shapes.combine, otherwise=_combine)
 
 

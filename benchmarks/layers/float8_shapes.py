@@ -39,13 +39,13 @@ NAMES = (
     "DeepSeek-V3, 32 experts",
 )
 MATMULS = {"gate and up": 2, "down": 1, "forward": 3, "forward and backward": 9}
-"""Matmuls of each part. "quantize" and the like have none."""
+"""Matmuls of each part. Parts that only quantize have none."""
 TOP_K = 8
 CALLS, REPEATS = 5, 5
 
 
 def median_us(call: Callable[[], Any], wait: Callable[[Any], None]) -> float:
-    """Median of repeats, each of several calls queued at once."""
+    """Returns the median over `REPEATS` of a call's time in us. In each repeat `CALLS` calls are queued at once."""
     wait(call())
     wait(call())
     times = []
@@ -59,7 +59,8 @@ def median_us(call: Callable[[], Any], wait: Callable[[Any], None]) -> float:
 
 
 def programs(name: str) -> tuple[Callable[[], Any], dict[str, tuple[Callable[..., Any], tuple[str, ...]]]]:
-    """A function that draws the operands by name, and every part: a function and the names of its operands."""
+    """Returns a function that draws the operands of a model by name, and for every part a function and the names of its
+    operands."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec as P
@@ -193,7 +194,7 @@ def torch_times(name: str) -> dict[str, float]:
 
 
 def rate(name: str, part: str, us: float) -> int | None:
-    """TFLOP/s of a part, or None where it has no matmuls."""
+    """Returns the TFLOP/s of a part that took `us`, or None where it has no matmuls."""
     hidden, width, _, rows, _, _ = MODELS[name]
     if part.startswith("layer, gradients"):
         part = "forward and backward"

@@ -113,7 +113,7 @@ class Programs:
 
 
 def times(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
-    """us of each way: median, least, most."""
+    """Returns the median, the least and the most time of each way in us."""
     found: dict[str, list[float]] = {way: [] for way in calls}
     for _ in range(ROUNDS):
         for way, call in calls.items():
@@ -128,7 +128,8 @@ def times(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
 
 
 def kernels(call: Callable[[], Any]) -> dict[str, float]:
-    """us of each kernel of a call, the longest first, and of the call from its first kernel to its last."""
+    """Returns the time of each kernel of a call in us, the longest first, and that from the first kernel's start to the
+    last one's end."""
     found: collections.Counter[str] = collections.Counter()
     ends: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -147,12 +148,13 @@ def kernels(call: Callable[[], Any]) -> dict[str, float]:
 
 
 def differing(one: Any, other: Any) -> list[float]:
-    """For each result, the share of the elements that differ."""
+    """Returns, for each array of two results, the share of its elements that differ."""
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return [float(jnp.mean(a != b)) for a, b in pairs]
 
 
 def measure(shape: tuple[int, int, int, int, bool], tokens: int) -> dict[str, Any]:
+    """Returns differences, times and kernels of a shape, for the forward pass and for both passes."""
     programs = Programs(shape, tokens)
     ways = ("gathered", "dispatched", *programs.sizes)
     row: dict[str, Any] = {}

@@ -35,7 +35,8 @@ DRIFT = 0.005
 
 
 def busiest(counts: np.ndarray, placement: xm.balance.Placement) -> float:
-    """Rows of the busiest rank over the mean, if every replica takes its part of `counts [E]`."""
+    """Returns the rows of the busiest rank over the mean, if the replicas of an expert share its rows, `counts [E]`,
+    equally."""
     each = np.append(counts / placement.num_replicas, 0.0)
     ranks = each[placement.experts].sum(axis=1)
     return float(ranks.max() / ranks.mean())
@@ -47,8 +48,8 @@ def _divide(slots: int, most: int):
 
 
 def exact(counts: np.ndarray, ranks: int, slots: int) -> tuple[float, int]:
-    """The same with `balance="exact"`, where every rank has equally many tokens; and the most experts that a rank
-    fetches."""
+    """Returns the rows of the busiest rank over the mean with `balance="exact"`, where every rank has equally many
+    tokens, and the most experts that a rank fetches."""
     experts = len(counts)
     rows = np.repeat(np.arange(experts), counts)
     most = -(-len(rows) // ranks)

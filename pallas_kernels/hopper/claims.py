@@ -29,6 +29,11 @@ Tile = Callable[[Sequence[Any], Any], Any]
 
 
 def scratch(tiles: Tiles) -> dict[str, Any]:
+    """Returns the scratch of claims; nothing for tiles that are not claimed.
+
+    Raises:
+      ValueError: tiles are claimed by clusters.
+    """
     if not tiles.claimed:
         return {}
     if tiles.cluster is not None:

@@ -1,5 +1,5 @@
-"""Quantizes operands of the fp8 matmuls. A thread block has a tile of 128 x 128, reads it once, and writes it as
-matmuls need it: wgmma reads fp8 with the contracted dimension innermost alone.
+"""Quantizes operands of the fp8 matmuls. A thread block has a tile of 128 x 128, reads it once, and writes it in the
+layout that matmuls need: wgmma reads fp8 only with the contracted dimension innermost.
 
 Weights are written as they lie, for the gradient of rows, and transposed, for the product. Rows get a scale for 128
 columns for a product, or one for 128 rows of a column, transposed, for the gradient of weights.
@@ -32,14 +32,15 @@ HALF = 64
 """Columns of 16 bits in a row of shared memory."""
 WIDE: Any = (plgpu.TilingTransform((1, HALF)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 NARROW: Any = (plgpu.TilingTransform((1, BLOCK)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-"""With one row a tile, copies may begin at any row."""
+"""WIDE and NARROW have tiles of one row, so that copies may begin at any row."""
 UNIT = 4
-"""Float32 numbers of which a copy of a row of them begins at a multiple: 16 bytes. Elsewhere it is an illegal
-instruction (H100, CUDA 13.0)."""
+"""TMA copies of a row of float32 numbers begin at multiples of so many numbers, 16 bytes. A copy that begins elsewhere
+is an illegal instruction (H100, CUDA 13.0)."""
 TILE = plgpu.SMEM((BLOCK, BLOCK), DTYPE, transforms=SWIZZLED)
 
 
 def _kernel(body: Any, out: Any, scratch: dict[str, Any], grid: tuple[int, ...], name: str) -> Any:
+    """Returns the function that launches `body` with a warpgroup for each tile of `grid`."""
     return plgpu.kernel(
         body,
         out_type=out,
@@ -62,10 +63,12 @@ def _piece(source: Any, row: int) -> Any:
 
 
 def _bits(x: Any) -> Any:
+    """Returns the bits of the magnitude of float32 numbers, which order them; those of NaN are the largest."""
     return lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
 
 
 def _scaled(x: Any, inverse: Any, finite: Any) -> Any:
+    """Returns e4m3 values of float32 numbers times the inverse of their scale, zeros where a block is not finite."""
     return jnp.where(finite, x * inverse, 0.0).astype(DTYPE)
 
 

@@ -164,7 +164,7 @@ def quantized(rows: Any) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A warpgroup's part of a tile, when its sums are complete.
+    """A warpgroup's part of a tile, once its sums are complete.
 
     Attributes:
       totals: float32 `[64, 128]` each, beside each other.
@@ -189,6 +189,13 @@ def _product(
     name: str,
     stored: Any,
 ) -> list[jax.Array]:
+    """Runs the kernel: multiplies the rows of each of `pairs` by its weights, whose columns stand side by side in a
+    tile, and adds up all products.
+
+    Args:
+      epilogue: yields pieces of a `Part` in `stored` or in fp8, each with the function that stores it.
+      out: shapes of the results.
+    """
     (capacity, depth), beside = pairs[0][0].values.shape, len(pairs[0][1])
     width = pairs[0][1][0].values.shape[1]
     parts, halves = tiles.n // BLOCK, tiles.n // BLOCK // beside

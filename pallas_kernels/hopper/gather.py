@@ -48,7 +48,7 @@ class Gathered:
 
 
 def padded(index: jax.Array) -> jax.Array:
-    """The index of a kernel's rows: int32, and rows of zeros behind the last one."""
+    """Returns the index of a kernel's rows as int32, with entries for rows of zeros behind the last one."""
     return jnp.pad(index.astype(jnp.int32), (0, PADDING), constant_values=-1)
 
 
@@ -61,8 +61,8 @@ def check(tiles: Tiles, rows: jax.Array) -> None:
 
 
 def numbers(index: Any, first: Any, count: int) -> Any:
-    """`index[first : first + count]`, a register for each of a thread's rows: `places` turns them into places. A load
-    from memory takes long, and is best begun a stage before."""
+    """Returns `index[first : first + count]`, a register for each of a thread's rows, from which `places` computes
+    places. A load from memory takes long: it should begin a stage before its result is needed."""
     layout = plgpu.Layout.WG_STRIDED((count * AT_ONCE,), vec_size=1)
 
     @plgpu.inline_mgpu(
@@ -91,9 +91,9 @@ def numbers(index: Any, first: Any, count: int) -> Any:
 
 
 def places(numbers: Any, rows: Any, low: Any = 0, high: Any = PADDING) -> Any:
-    """Where the rows of these numbers begin in `rows [T, A]`, for `copy`: numbers of chunks of 16 bytes, or -1 for rows
-    of zeros. Those outside `[low, high)`, counted from the first one, are zeros: they are not read, and multiplying
-    zeros takes less power than other rows."""
+    """Returns the places at which the rows of these numbers begin in `rows [T, A]`, for `copy`: numbers of chunks of 16
+    bytes, or -1 for a row of zeros. Rows outside `[low, high)`, counted from the stage's first row, are zeros: they are
+    not read, and multiplying zeros takes less power than multiplying other rows."""
     tokens, columns = rows.shape
     pitch = columns * jnp.dtype(rows.dtype).itemsize // CHUNK
     layout = plgpu.Layout.WG_STRIDED(numbers.shape, vec_size=1)

@@ -24,6 +24,7 @@ LOAD_REGISTERS, COMPUTE_REGISTERS = 40, 232
 
 
 def _swizzled(tiles: Tiles, rows_in_tile: int, dtype: Any) -> tuple[Any, ...]:
+    """Returns the layout of a swizzled operand in shared memory."""
     columns = tiles.swizzle // jnp.dtype(dtype).itemsize
     return plgpu.TilingTransform((rows_in_tile, columns)), plgpu.SwizzleTransform(tiles.swizzle)  # type: ignore[abstract]
 
@@ -61,6 +62,8 @@ def scratch(
 
 
 def kernel(body: Any, tiles: Tiles, num_sms: int | None, out_type: Any, scratch: dict[str, Any], name: str) -> Any:
+    """Returns the function that launches `body`: a thread block on each of `num_sms` multiprocessors (None: all of the
+    GPU), with one loading and two multiplying warpgroups."""
     if num_sms is None:
         num_sms = jax.devices()[0].core_count
     return plgpu.kernel(

@@ -27,7 +27,7 @@ Store = Callable[[Any, int, int], Callable[[Any], None]]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A warpgroup's part of a tile, when its sums are complete.
+    """A warpgroup's part of a tile, once its sums are complete.
 
     Attributes:
       accumulators: float32, one for each of the weights that are multiplied side by side.
@@ -68,10 +68,12 @@ Epilogue = Callable[[Part], Iterator[tuple[Any, Callable[[Any], None]]]]
 
 
 def _beside(of_rows: Any, shape: tuple[int, ...]) -> Any:
+    """Repeats a value of each row along the columns."""
     return lax.broadcast_in_dim(of_rows, shape, (0,))
 
 
 def _below(of_columns: Any, shape: tuple[int, ...]) -> Any:
+    """Repeats a value of each column along the rows."""
     return lax.broadcast_in_dim(of_columns, shape, (1,))
 
 

@@ -22,8 +22,10 @@ class ArrivedRows:
     """Rows `[C, H]` with a scale for 128 elements, which are multiplied as they are.
 
     Attributes:
-      x: `[C, H]` in the tokens' dtype. Its values do not count: it has the rows' cotangents, which fp8 cannot hold.
-      scaled: values and scales, float32, of any value or powers of two (a wire with ":ue8m0").
+      x: `[C, H]` in the tokens' dtype. Its values are not read. Its cotangent is that of the rows, which fp8 cannot
+        hold.
+      scaled: values `[C, H]` in fp8 (e4m3), and float32 scales `[C, ceil(H/128)]`: powers of two from a wire with
+        ":ue8m0", any numbers from a wire without it.
     """
 
     x: Any
@@ -42,14 +44,15 @@ class ArrivedRows:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How rows travel to the experts and their cotangents home: arguments of `dispatch`."""
+    """How rows travel to the experts, and how their cotangents travel home: arguments of `dispatch`."""
 
     wire: Wire
     gradient_wire: Any
     config: KernelConfig | None
 
     def home(self, cotangent: jax.Array, handle: Handle, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        """Returns the cotangent of the tokens, as that of a dispatch is."""
+        """Returns the cotangent of the tokens, of `shape` and `dtype`, for a cotangent `[C, H]` of the rows, as a
+        dispatch does."""
 
         def sent(x: jax.Array) -> jax.Array:
             options = {"wire": self.gradient_wire, "gradient_wire": self.gradient_wire, "config": self.config}
@@ -62,7 +65,7 @@ class Way:
 def dispatch_quantized(
     x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, way: Way, **options: Any
 ) -> Routed:
-    """`dispatch` of tokens that are quantized first and stay so: `routed.x` is an `ArrivedRows`.
+    """Dispatches tokens `[..., H]` that are quantized first and stay quantized: `routed.x` is an `ArrivedRows`.
 
     Values, counts, and gradients are those of `dispatch(x, ..., wire=, gradient_wire=)`, but for the rounding of
     dequantized rows to the tokens' dtype.
@@ -76,6 +79,7 @@ def dispatch_quantized(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _carrier(static: tuple[Way, Any, Any], x: jax.Array, handle: Handle, rows: jax.Array) -> jax.Array:
+    """Returns zeros in the shape of `rows` and the dtype of `x`. Their cotangent goes home to the tokens `x`."""
     return vary(jnp.zeros(rows.shape, x.dtype), varying_axes(rows))
 
 

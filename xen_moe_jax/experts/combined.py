@@ -2,8 +2,8 @@
 
 Where nothing is fused, this is `combine(experts(rows))`. Where the Hopper kernels multiply, the value has the same
 bits, and the backward pass is another. A combine weights the rows `[C, H]`, so that its transpose multiplies the
-cotangent's rows by the router weights, and the gradient of these weights reads the experts' output. Both can be had
-in front of the last matmul, where a row has F elements; weighted rows then give the gradient of `down`:
+cotangent's rows by the router weights, and the gradient of these weights reads the experts' output. Both results can
+be computed in front of the last matmul, where a row has F elements; weighted rows then give the gradient of `down`:
 
     by_inner = rows_of_cotangent @ down.T           by_row_weights = sum(inner * by_inner)
     by_down  = (w * inner).T @ rows_of_cotangent    cotangent of the activation = w * by_inner
@@ -51,11 +51,16 @@ class Return:
 
 
 def experts_and_combine(function: ExpertFunction, weights: mlp.Weights, routed: Routed, back: Return) -> jax.Array:
-    """Returns `[T, H]`: the experts' outputs for the rows of `routed`, added up for each token."""
+    """Returns `[T, H]`: the experts' outputs for the rows of `routed`, added up for each token.
+
+    Args:
+      weights: of this rank's experts or slots, by name, as in `mlp.grouped_experts`.
+      back: how the outputs go home.
+    """
     by_rows = function.apply_weights_to == "rows"
     own = function.experts is None and function.layout == "grouped"
-    own = own and routed.handle.placement is None  # or rows go home one by one and are weighted there
-    own = own and not any(isinstance(weight, QuantizedWeight) for weight in weights.values())  # it has no derivative
+    own = own and routed.handle.placement is None  # with a placement rows go home one by one, and are weighted there
+    own = own and not any(isinstance(weight, QuantizedWeight) for weight in weights.values())  # no derivative
     if own and grouped_matmul.by_hopper(function.grouped_matmul, routed.x, weights["up"]):
         if by_rows:
             return _weighted_combine(function, weights, routed, back)
@@ -88,7 +93,11 @@ def sent_as(function: ExpertFunction, x: Any, wire: Any) -> tuple[Any, Any]:
 
 
 def rows_for_experts(function: ExpertFunction, routed: Routed) -> tuple[jax.Array, ...]:
-    """Returns rows, group sizes, and the rows' router weights where the experts apply them."""
+    """Returns rows, group sizes, and the rows' router weights where the experts apply them.
+
+    Experts with a true attribute `takes_received` get int32 `[R, L]`, the rows of each source for each expert, in place
+    of the group sizes.
+    """
     sizes = routed.group_sizes if function.layout == "grouped" else routed.num_tokens_per_expert
     if getattr(function.experts, "takes_received", False):
         sizes = routed.handle.recv_counts
@@ -97,7 +106,7 @@ def rows_for_experts(function: ExpertFunction, routed: Routed) -> tuple[jax.Arra
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _plain_combine(back: Return, y: jax.Array, handle: Handle) -> jax.Array:
-    """A combine without weights, whose cotangent keeps its values from the wire past the last group."""
+    """A combine without weights. In its cotangent, rows past the last group are unspecified instead of zero."""
     return back(y, handle, weighted=False)
 
 
@@ -113,6 +122,7 @@ _plain_combine.defvjp(_plain_forward, _plain_backward)
 
 
 def _weighted_combine(function: ExpertFunction, weights: mlp.Weights, routed: Routed, back: Return) -> jax.Array:
+    """Returns `[T, H]`: experts by the Hopper kernels and a weighted combine, with the backward pass of this module."""
     leaves, tree = jax.tree.flatten((routed, weights))
     routed, weights = jax.tree.unflatten(tree, vary_alike(*leaves))
     last = {name: weights.pop(name) for name in list(weights) if name.startswith("down")}
@@ -169,7 +179,7 @@ _run.defvjp(_forward, _backward)
 
 
 def _weighted_float8(function: ExpertFunction, weights: mlp.Weights, routed: Routed, back: Return) -> jax.Array:
-    """As `_weighted_combine`, of experts in fp8."""
+    """Returns `[T, H]`, as `_weighted_combine` does, of experts in fp8."""
     leaves, tree = jax.tree.flatten((routed, weights))
     routed, weights = jax.tree.unflatten(tree, vary_alike(*leaves))
     operands = mlp.float8_operands(function, routed.x, routed.group_sizes, weights)
@@ -179,7 +189,8 @@ def _weighted_float8(function: ExpertFunction, weights: mlp.Weights, routed: Rou
 
 @dataclasses.dataclass(frozen=True)
 class _Float8Step:
-    """Static arguments of `_run_float8`: the rows' activation, their way home, and their size."""
+    """Static arguments of `_run_float8`: the activation, the rows' way home, and how many rows of how many elements
+    there are without padding."""
 
     activation: Any
     back: Return

@@ -80,7 +80,7 @@ def check_weights(weights: jax.Array | QuantizedWeight) -> None:
 
 
 def parts_of(rows: jax.Array | ArrivedRows) -> tuple[jax.Array, BlockScaled | None]:
-    """Returns the rows whose cotangents there are, and what is multiplied in their place, if anything."""
+    """Returns the rows that get a cotangent, and the quantized rows that are multiplied in their place, or None."""
     return (rows.x, rows.scaled) if isinstance(rows, ArrivedRows) else (rows, None)
 
 
@@ -109,7 +109,8 @@ def quantize_weights(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @jax.custom_vjp
 def _multiply(rows: Any, arrived: Any, master: Any, values: Any, scales: Any, group_sizes: Any) -> Any:
-    """`master`: the weights that `values` and `scales` are of, to which the gradient goes, or None."""
+    """Returns `[C, B]` in the rows' dtype. `master` are the floating-point weights of which `values` and `scales` are
+    made, and which get the gradient; None where the weights are given quantized."""
     del master
     return _product(*_quantized(rows, arrived), values, scales, group_sizes).astype(rows.dtype)
 
@@ -121,7 +122,7 @@ def _quantized(rows: Any, arrived: BlockScaled | None) -> tuple[jax.Array, jax.A
 def _forward(rows: Any, arrived: Any, master: Any, values: Any, scales: Any, group_sizes: Any) -> tuple[Any, Any]:
     quantized = _quantized(rows, arrived)
     out = _product(*quantized, values, scales, group_sizes).astype(rows.dtype)
-    # of arrays without elements only the dtype is kept
+    # these arrays have no elements: the backward pass reads their dtypes alone
     dtypes = jnp.zeros((0,), rows.dtype), None if master is None else jnp.zeros((0,), master.dtype)
     return out, (*quantized, values, scales, group_sizes, *dtypes)
 
@@ -191,7 +192,7 @@ def _contract_rows(rows: jax.Array, cotangent: jax.Array, group_sizes: jax.Array
 
 
 def wire_of_rows(function: ExpertFunction, wire: Any) -> Wire | None:
-    """Returns the wire if its rows are what experts in fp8 multiply: they go into the matmul as they arrived."""
+    """Returns the parsed wire if experts in fp8 multiply its rows as they arrived; None if they quantize them again."""
     if (
         function.grouped_matmul not in (grouped_matmul, by_hopper)
         or function.apply_weights_to == "input"
@@ -203,10 +204,10 @@ def wire_of_rows(function: ExpertFunction, wire: Any) -> Wire | None:
 
 
 def choose(dtype: Any, grouped: Any, experts: Any, layout: str, caller: str) -> Any:
-    """Returns the grouped matmul for experts in `dtype`, a name or None, in place of `grouped`.
+    """Returns the grouped matmul of experts in `dtype`; with `dtype=None` that is `grouped`.
 
     Raises:
-      ValueError: another dtype, or an argument that says how experts are computed, too.
+      ValueError: `dtype` is another one, or `grouped`, `experts` or `layout` asks for another computation as well.
     """
     if dtype is None:
         return grouped

@@ -3,11 +3,12 @@
 Where an axis has one rank, no row crosses a link, and the rows `[C, H]` that a dispatch would write are those of `x` in
 another order. A dispatch of the tokens' numbers alone gives this order, with the groups, the router weights and the
 handle of any dispatch. The first matmul gathers its rows from `x`. The backward pass gathers those of the cotangent,
-and both for the gradients of weights. So neither rows nor their cotangent are ever written `[C, H]`.
+and both for the gradients of weights. So the rows of `x` and of the cotangent of the result are never copied into the
+order of the groups.
 
 The value has the bits of `dispatch -> experts -> combine`, since every kernel multiplies the same rows in the same
-order. So have the gradients those of `combined.py`, but for the router weights' where `down` has a bias: another matmul
-sums the bias' part of them.
+order. The gradients have the bits of those of `combined.py`, but for that of the router weights where `down` has a
+bias: another matmul sums the part of the bias.
 """
 
 from __future__ import annotations
@@ -32,13 +33,17 @@ from xen_moe_jax.experts.function import ExpertFunction
 NUMBERS = 4
 """Float32 elements of a row that carries a token's number: 16 bytes."""
 EVERY_SM = 1024
-"""Backends take as many as there are."""
+"""Multiprocessors that an operation asks for to get all of them: a backend takes as many as the GPU has."""
 MOST_TOKENS = 2**24 - 1
-"""Numbers up to this are exact in float32."""
+"""Most tokens of a rank: whole numbers up to this one are exact in float32."""
 
 
 def takes(function: ExpertFunction, weights: mlp.Weights, x: jax.Array, topk_idx: Any, capacity: Any) -> bool:
-    """True if tokens `x [T, H]` of the only rank of an axis can be multiplied where they lie."""
+    """Returns True if tokens `x [T, H]` of the only rank of an axis can be multiplied where they lie.
+
+    The experts must then be the library's own on grouped rows, with weights that are arrays and not quantized, with
+    router weights that the combine applies, and with operands that the Hopper kernels take and can gather.
+    """
     if capacity == 0 or np.size(topk_idx) == 0:
         return False
     if function.experts is not None or function.layout != "grouped" or function.apply_weights_to != "rows":
@@ -67,9 +72,11 @@ def numbers(x: jax.Array) -> jax.Array:
 def experts_and_combine(
     function: ExpertFunction, weights: mlp.Weights, x: jax.Array, routed: Routed, config: KernelConfig | None
 ) -> jax.Array:
-    """Returns `[..., H]`: the experts' outputs for tokens `x`, added up for each token.
+    """Returns `[..., H]` in `x.dtype`: the experts' outputs for tokens `x`, weighted and added up for each token.
 
     Args:
+      weights: `gate`, `up` `[L, H, F]`, `down [L, F, H]`, and their biases where the function has biases.
+      x: `[..., H]`, bfloat16 or float16, for which `takes` holds.
       routed: the dispatch of `numbers(x)`.
     """
     # Rows of alignment padding are zeros there, hence no token. Rows past the last group may be anything, and the
@@ -111,6 +118,7 @@ class _Step:
         return _vary(out, x), [_vary(projection, x) for projection in rest]
 
     def value(self, inner: Any, last: Any, sizes: Any, handle: Handle, row_weights: Any) -> Any:
+        """Returns `[..., H]`: `inner [C, F]` times `down`, combined with `row_weights`."""
         y = mlp.outer_rows(self.function, inner, sizes, last)[: row_weights.shape[0]]
         return combine(y, dataclasses.replace(handle, weights=row_weights), weighted=True, config=self.config)
 
@@ -122,6 +130,7 @@ def _whole(rows: jax.Array) -> jax.Array:
 
 
 def _rows(x: jax.Array) -> jax.Array:
+    """Returns tokens `[..., H]` as `[T, H]`."""
     return x.reshape(-1, x.shape[-1])
 
 
@@ -131,7 +140,15 @@ def _vary(array: Any, like: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(step: _Step, x: Any, row_weights: Any, first: Any, last: Any, index: Any, sizes: Any, handle: Any) -> Any:
-    """`first`: weights of the projections by name; `last`: those behind the activation."""
+    """Returns `[..., H]`.
+
+    Args:
+      x: `[..., H]`. row_weights: float32 `[C]`, router weights of the rows.
+      first: weights and biases of the projections by name. last: weight and bias of `down` by name.
+      index: int32 `[C]`, rounded up to a multiple of 8: the token of each row; a number that no token has is a row of
+        zeros.
+      sizes: int32 `[L]`. handle: of the dispatch.
+    """
     inner, _ = step.inner(_rows(x), first, index, sizes, projections=False)
     return step.value(inner, last, sizes, handle, row_weights)
 
@@ -176,7 +193,8 @@ def _backward(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
 def _by_bias(bias: jax.Array, sizes: jax.Array, index: jax.Array, cotangent: jax.Array) -> jax.Array:
     """The gradient of the rows' router weights by a bias `[L, H]` that they multiply: float32 `[C]`.
 
-    Each token of `cotangent [T, H]` times each group's bias, and of these the products that rows are.
+    A matmul multiplies every token of `cotangent [T, H]` by every group's bias. Each row takes the product of its token
+    and its group; a row without a token, or past the last group, gets zero.
     """
     products = jnp.dot(cotangent, bias.T, preferred_element_type=jnp.float32)
     group = experts_of_rows(sizes, index.shape[0])

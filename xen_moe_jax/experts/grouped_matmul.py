@@ -155,7 +155,8 @@ def auto(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Arr
 def by_hopper(grouped_matmul: str | GroupedMatmul, rows: jax.Array, weights: jax.Array) -> bool:
     """True if this library's kernels multiply such operands for `grouped_matmul`, with activation and biases.
 
-    With "auto" on a Hopper GPU it warns, once for each shape, of operands that leave those kernels or that they copy.
+    With "auto" on a Hopper GPU it warns, once for each shape, where the kernels do not take the operands, or where they
+    pad the weights by a copy.
     """
     if grouped_matmul not in ("auto", "hopper"):
         return False

@@ -53,10 +53,12 @@ def supports(rows: Any, weights: Any) -> bool:
 
 
 def _tiles() -> Tiles:
+    """Returns the tiles of a kernel; beside pending operations (`xm.overlap`) thread blocks claim them one by one."""
     return dataclasses.replace(TILES, claimed=in_overlap())
 
 
 def _fitting(size: int) -> int:
+    """Returns the hidden size or width to which `size` is padded."""
     return max(LEAST, -(-size // UNIT) * UNIT)
 
 
@@ -74,6 +76,7 @@ def whole(array: Any, *axes: int) -> Any:
 
 
 def _varying(tree: Any, like: Any) -> Any:
+    """Makes all arrays of `tree` vary over the mesh axes over which `like` varies."""
     return jax.tree.map(lambda array: vary(array, varying_axes(like)), tree)
 
 
@@ -89,7 +92,7 @@ def _rows(x: jax.Array, arrived: BlockScaled | None) -> Quantized:
 
 
 def _layouts(weight: Any, *, product: bool, gradient: bool) -> tuple[Quantized | None, Quantized | None]:
-    """A weight `[L, A, B]` quantized for a product and for the gradient of rows."""
+    """Returns a weight `[L, A, B]` quantized for a product and for the gradient of rows, each None if not asked for."""
     if not isinstance(weight, QuantizedWeight):
         return _varying(float8_quantize.weights(weight, product=product, gradient=gradient), weight)
     _, a, b = weight.values.shape
@@ -101,15 +104,18 @@ def _layouts(weight: Any, *, product: bool, gradient: bool) -> tuple[Quantized |
 
 
 def _columns(array: Any, blocks: jax.Array, like: Any) -> Quantized:
+    """Returns rows quantized for the gradient of a weight, with a scale for 128 rows of a column."""
     return _varying(float8_quantize.columns(array, blocks), like)
 
 
 def _times(pairs: Sequence[Any], group_sizes: Any, columns: int, like: Any) -> Any:
+    """Returns the sum of the products of pairs of quantized rows and weights, `[C, columns]` in the dtype of `like`."""
     out = rows_by_weights(tuple(pairs), group_sizes, columns=columns, dtype=like.dtype, tiles=_tiles())
     return vary(out, varying_axes(like))
 
 
 def _by_weight(rows: Quantized, others: Quantized, blocks: Any, shape: Sequence[int], like: Any) -> Any:
+    """Returns the gradient of a weight of `shape [L, A, B]` in the dtype of `like`."""
     height, width = shape[1:]
     out = rows_by_rows(rows, others, blocks, height=height, width=width, dtype=like.dtype, tiles=_tiles())
     return vary(out, varying_axes(like))
@@ -159,12 +165,14 @@ _multiply.defvjp(_forward, _backward)
 def run(
     activation: Activation, x: Any, arrived: Any, first: Sequence[Any], last: Any, group_sizes: Any, *, keep: bool
 ) -> tuple[Any, Any]:
-    """An expert's rows `[C, H]`, and with `keep` what `back` needs.
+    """Returns the experts' rows `[C, H]`, and with `keep` the residuals that `back` needs, else None.
 
     Args:
       x: `[C, H]`; only its shape and dtype count where rows have `arrived`.
+      arrived: values and scales of the rows from a wire, or None.
       first: weights of the projections, `[L, H, F]` each.
       last: `[L, F, H]`.
+      group_sizes: int32 `[L]`.
     """
     rows = _rows(x, arrived)
     laid_out = [_layouts(w, product=True, gradient=keep) for w in first]
@@ -189,7 +197,14 @@ def run(
 
 
 def back(activation: Activation, kept: Any, cotangent: Any, row_weights: Any = None) -> tuple[Any, ...]:
-    """Cotangents of `x`, `first`, `last` and float32 `row_weights [C]`, which weight the rows of `run`."""
+    """Returns the cotangents of `x`, `first`, `last` and `row_weights`; None for a weight that is given quantized, and
+    for `row_weights` that are None.
+
+    Args:
+      kept: from `run`.
+      cotangent: `[C, H]`, of the rows after they are weighted.
+      row_weights: float32 `[C]`, factors of the rows that `run` returned, or None.
+    """
     rows, projections, first, last, group_sizes, (of_x, of_first, of_last) = kept
     projections, cotangent, row_weights = jax.tree.map(hopper.first_order, (projections, cotangent, row_weights))
     facts, blocks = float8_quantize.blocks_of_groups(group_sizes, cotangent.shape[0])

@@ -178,7 +178,7 @@ def weights_and_biases(
 
 
 def in_kernels(config: ExpertFunction) -> hopper.Activation:
-    """Returns the activation as kernels compute it."""
+    """Returns the experts' activation in the form in which the kernels take it."""
     return hopper.Activation(config.activation, config.activation_limit, config.activation_alpha)
 
 
@@ -217,7 +217,8 @@ def outer_rows(
 
 
 def _wide(config: ExpertFunction, weights: Weights, names: tuple[str, ...], dtype: Any) -> Weights:
-    """Returns the weights, those of `names` widened: a function of the caller's may read a QuantizedWeight as it is."""
+    """Returns the weights, with those of `names` widened to `dtype`. A function of the caller's gets a QuantizedWeight
+    as it is."""
     if callable(config.grouped_matmul):
         return weights
     return weights | {name: widened(weights[name], dtype) for name in names if name in weights}

@@ -25,12 +25,14 @@ from xen_moe_jax.pallas_kernels.record import LANES
 
 DTYPES = ("bfloat16", "float32")
 LEAST = 128
-"""Rows that the rows of a buffer are a multiple of, and products of a step."""
+"""The numbers of rows of a buffer and of columns of a weight are multiples of this. No tile has fewer rows."""
 ROWS = {"v6e": 256, "tpu7x": 256}
-"""Rows of a tile by generation, as many as a matrix unit has; elsewhere `LEAST`. An expert begins inside a tile: larger
-ones are multiplied for more rows that are not its own."""
+"""Rows of a tile by generation of the chip, as many as its matrix unit has; other generations have `LEAST`. An expert
+may begin inside a tile, and the whole tile is multiplied by its weights: the larger the tile, the more of these rows
+belong to another expert."""
 COLUMNS, DEPTHS = (512, 256, 128), (2048, 1024, 512, 256, 128)
-"""Columns of a tile and products of a step, the preferred ones first, if not all products are one step."""
+"""Columns of a tile, and elements of the contracted dimension that one step multiplies, the preferred ones first. One
+step for the whole contracted dimension is preferred to all of these."""
 DEFAULT = KernelConfig(backend="pallas")
 
 
@@ -43,7 +45,7 @@ def supports(rows: Any, weights: Any) -> bool:
 def products(
     rows: jax.Array, weights: Sequence[jax.Array], group_sizes: jax.Array, config: KernelConfig = DEFAULT
 ) -> tuple[jax.Array, ...]:
-    """Returns `ragged_dot` of the rows with each of several weights of their experts.
+    """Returns `ragged_dot` of the rows with each of several weights of their experts, `[C, B]` each.
 
     Args:
       rows: `[C, A]`, sorted by expert. weights: each `[L, A, B]`. group_sizes: int32 `[L]`.
@@ -76,8 +78,14 @@ _products.defvjp(_forward, _backward)
 
 
 def tiles_for(limit: int, rows: int, depth: int, operands: int, itemsize: int) -> Tiles:
-    """Returns the tiles of so many rows with the largest steps that take at most three quarters of `limit` bytes of
-    VMEM, or the smallest steps. Where all products are one step, an expert's weights are read once for all its rows."""
+    """Returns the tiles of `rows` rows with the largest steps that take at most three quarters of `limit` bytes of
+    VMEM, or with the smallest steps if none do.
+
+    Where one step has the whole contracted dimension, an expert's weights are read once for all its rows.
+
+    Args:
+      depth: size of the contracted dimension. operands: number of cotangents. itemsize: bytes of an element.
+    """
     of_depth = [depth, *(size for size in DEPTHS if depth % size == 0)]
     for tiles in (Tiles(rows, *sizes[::-1]) for sizes in itertools.product(of_depth, COLUMNS)):
         if tiles.vmem_bytes(operands, itemsize) <= limit * 3 // 4:

@@ -28,6 +28,8 @@ TARGET = "xen_moe_quantized_rows"
 COLUMN_UNIT = 16
 """The number of columns is a multiple of this: rows of values begin at multiples of 16 bytes."""
 DEPTH_UNIT = 8
+"""The contracted dimension is a multiple of this, for MXFP4 of its block: rows of bfloat16 begin at multiples of 16
+bytes."""
 BLOCK_UNIT = 64
 """Blocks of scales are as high as a multiple of this, or as the weight."""
 MOST_GROUPS = 512
@@ -115,6 +117,6 @@ _multiply.defvjp(_forward, _backward)
 
 
 def even_elements_first(rows: jax.Array) -> jax.Array:
-    """Returns `[C, A]` with the even ones of each 16 elements in front of the odd ones: the order of the kernel's MXFP4
-    fragments."""
+    """Returns `[C, A]` in the order of the kernel's MXFP4 fragments: of each 16 elements, the even-numbered ones come
+    in front of the odd-numbered ones."""
     return rows.reshape(rows.shape[0], -1, 8, 2).swapaxes(2, 3).reshape(rows.shape)

@@ -107,7 +107,7 @@ def own_layer(
         return jax.lax.axis_index(experts.config.axis_name) * local
 
     first = first_expert()
-    # of another rank or unused: no expert, in the kernel as in a dispatch
+    # a slot of another rank's expert, or an unused one, names no expert, in the kernel as in a dispatch
     mine = (topk_idx >= first) & (topk_idx < jnp.minimum(first + local, experts.config.num_experts))
     own = jnp.where(mine, topk_idx - first, -1)
     given = vary_alike(x, own, topk_weights.astype(jnp.float32), *operands)
