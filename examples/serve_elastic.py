@@ -1,14 +1,14 @@
 """A server that outlives its ranks: requests in, tokens out, while ranks are killed and come back.
 
-    python -m examples.serve_elastic --ranks 4 --seconds 30 --plot tokens.png     # kill one by hand, or let it do so
-    kill -9 PID                                                                   # it prints the PIDs
+    python -m examples.serve_elastic --ranks 4 --seconds 30 --plot tokens.png     # kills a rank, and prints all PIDs
+    kill -9 PID                                                                   # to kill another one by hand
 
 The front process hands each request to one rank and collects tokens. Every rank is a process with a JAX runtime of its
 own (`xm.elastic`), which decodes its requests with a small decoder: attention over its own KV cache, experts spread
-over all ranks, most of them with a replica. When a rank is killed, the others retract the step under way, agree on who
-is left, load the experts that have no replica from the checkpoint, and run the step again: the same program, the same
-tokens. The front gives the lost rank's requests, with the tokens that were delivered, to the other ranks. A rank that
-is started loads, compiles and warms up alone, and is let in between two steps.
+over all ranks, most of them with a replica. When a rank is killed, the others retract the step under way, agree on the
+ranks that are left, load the experts that have no replica from the checkpoint, and run the step again: the same
+program, the same tokens. The front gives the lost rank's requests, with the tokens that were delivered, to the other
+ranks. A rank that is started loads, compiles and warms up alone, and is let in between two steps.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import time
 
 VOCAB, HIDDEN, LAYERS, EXPERTS, TOP_K, WIDTH = 64, 32, 2, 8, 2, 32
 SLOTS = 4
-"""Slots of a rank for experts: two ranks that are left can hold all of them."""
+"""Slots for experts on a rank: two ranks can hold all experts."""
 ROWS, LENGTH = 4, 48
-"""Requests that a rank decodes at the same time, and tokens of the longest."""
+"""Requests that a rank decodes at the same time, and tokens of the longest request."""
 TIMEOUT_S = 20.0
 
 
@@ -38,7 +38,7 @@ TIMEOUT_S = 20.0
 
 
 def make_checkpoint(folder: pathlib.Path) -> None:
-    """Random weights; one file for each expert, so that a rank reads what it needs."""
+    """Writes random float32 weights; each expert has a file, so that a rank reads its own experts alone."""
     import numpy as np
 
     rng = np.random.default_rng(35)
@@ -67,7 +67,8 @@ def load_dense(folder: pathlib.Path) -> dict:
 
 
 def load_expert(folder: pathlib.Path, expert: int) -> dict:
-    """Weights of one expert in all layers; zeros for an empty slot, -1."""
+    """Returns the weights of one expert in all layers: `gate_up [LAYERS, HIDDEN, 2 * WIDTH]` and `down [LAYERS, WIDTH,
+    HIDDEN]`. They are zero for -1, an empty slot."""
     import numpy as np
 
     with np.load(folder / f"expert{max(expert, 0)}.npz") as file:
@@ -87,7 +88,7 @@ def publish_experts(folder: pathlib.Path):
 
 
 def read_expert(engine, expert: int) -> dict:
-    """As `load_expert`, from the process that has published the experts."""
+    """Does what `load_expert` does, from the memory of the process that has published the experts."""
     import numpy as np
 
     found = engine.read(engine.peer("weights")[f"expert{max(expert, 0)}"], timeout=TIMEOUT_S)
@@ -98,18 +99,20 @@ def read_expert(engine, expert: int) -> dict:
 
 
 def empty_cache():
-    """Keys and values of all layers: `[LAYERS, 2, ROWS, LENGTH, HIDDEN]`."""
+    """Returns a cache for keys and values of all layers: zeros, float32 `[LAYERS, 2, ROWS, LENGTH, HIDDEN]`."""
     import jax.numpy as jnp
 
     return jnp.zeros((LAYERS, 2, ROWS, LENGTH, HIDDEN), jnp.float32)
 
 
 def decode_step(dense, cache, tokens, positions, used, moe):
-    """Returns the next token of each row, int32 `[ROWS]`, and the cache. Running a step again changes nothing.
+    """Returns the next token of each row, int32 `[ROWS]`, and the cache. A step that runs again returns the same.
 
     Args:
-      dense: of `load_dense`.
-      tokens, positions: int32 `[ROWS]`. used: bool `[ROWS]`, False for a row without a request.
+      dense: the weights that `load_dense` returns.
+      cache: as of `empty_cache`.
+      tokens, positions: int32 `[ROWS]`.
+      used: bool `[ROWS]`, False for a row without a request.
       moe: `moe(layer, x [ROWS, HIDDEN], topk_idx, topk_weights) -> [ROWS, HIDDEN]`.
     """
     import jax
@@ -135,9 +138,10 @@ def decode_step(dense, cache, tokens, positions, used, moe):
 
 
 def make_step(axis_name: str, kernels: bool):
-    """The compiled step of a rank: `step(dense, experts, cache, tokens, positions, used, active, placement)`.
+    """Returns the jitted step of a rank, `step(dense, experts, cache, tokens, positions, used, active, placement)`,
+    which takes over `cache`'s memory.
 
-    `kernels`: GPUs store into each other's memory. Otherwise rows go through the host.
+    `kernels`: True lets GPUs store into each other's memory; False sends rows through the host.
     """
     import jax
 
@@ -165,7 +169,7 @@ def make_step(axis_name: str, kernels: bool):
 
 
 def expected_tokens(folder: pathlib.Path, prompt: list[int], total: int) -> list[int]:
-    """What one process without ranks says: all experts here, each applied to every token."""
+    """Returns the tokens that one process without ranks computes for a prompt; it applies each expert to all tokens."""
     import jax
     import jax.numpy as jnp
 
@@ -205,7 +209,7 @@ def _plain(folder: pathlib.Path):
 
 
 class Row:
-    """A request on a rank: `known` tokens, prompt first; the one at `position` is the next that goes in."""
+    """A request on a rank: its `known` tokens, prompt first. The next step takes the token at `position`."""
 
     def __init__(self, request: int, known: list[int], total: int) -> None:
         self.request, self.known, self.total, self.position = request, known, total, 0
@@ -222,7 +226,7 @@ class Rank:
         import xen_moe_jax as xm
 
         jax.config.update("jax_default_matmul_precision", "highest")  # a GPU rounds float32 otherwise
-        if gpus > 1:  # JAX takes the first GPU that it sees; CUDA sees all, whose memory the kernels reach
+        if gpus > 1:  # JAX uses the first visible GPU; CUDA sees all GPUs, so that kernels reach their memory
             jax.config.update("jax_cuda_visible_devices", "0")
         self.folder, self.engine = folder, None
         if (folder / "weights").exists():
@@ -245,7 +249,7 @@ class Rank:
         self.now_members()
         for slot_of_mine in range(SLOTS):  # warm up, alone
             self.put_expert(slot_of_mine, int(self.group.experts[slot_of_mine]))
-        for _ in range(2):  # the second time with the first one's cache, as ever after
+        for _ in range(2):  # the second step takes the cache that the first one returned, as all later steps do
             self.step()
         xm.check()
         jax.monitoring.register_event_duration_secs_listener(self.note_compilation)
@@ -269,7 +273,7 @@ class Rank:
         self.experts = self.put(self.experts, self.load(expert), np.int32(slot))
 
     def step(self):
-        """Runs a step; returns the next token of each row, or garbage if `xm.check()` raises."""
+        """Runs a step; returns the next token of each row, which must not be used where `xm.check()` then raises."""
         import jax
         import numpy as np
 
@@ -281,7 +285,7 @@ class Rank:
         return jax.device_get(out)
 
     def commit(self, out) -> None:
-        """The step is good on every rank: its tokens go to the front."""
+        """Sends the step's tokens to the front, once the step is known to be good on every rank."""
         said, self.advanced = [], []
         for place, row in enumerate(self.rows):
             if row is None:
@@ -297,7 +301,7 @@ class Rank:
             self.front.send(("tokens", said))
 
     def take_requests(self) -> bool:
-        """Returns False once the front has no more use for this rank."""
+        """Takes new requests from the front. Returns False once the front has told this rank to end."""
         while self.front.poll():
             message = self.front.recv()
             if message is None:
@@ -306,11 +310,11 @@ class Rank:
         return True
 
     def adopt(self, change, step: int, began: float) -> int:
-        """Loads what is missing; returns the step to run."""
+        """Loads the experts that `change.fetch` names; returns the step to run."""
         for slot, expert in change.fetch:
             self.put_expert(slot, expert)
         self.now_members()
-        if change.step < step:  # a rank has not completed the last step: it runs again, and says nothing new
+        if change.step < step:  # some rank has not completed the last step: all run it again, and send no token twice
             for row in self.advanced:
                 row.position -= 1
         self.advanced = []
@@ -361,7 +365,8 @@ class Front:
         self.waiting: collections.deque[int] = collections.deque()
         self.members: set[int] = set()
         self.log: list[tuple[float, str, object]] = []
-        """Times, kinds and contents of what happened: "tokens" (a number), "kill", "start", "ready", "change"."""
+        """Events: time, kind and content. Kinds are "tokens" (content: their number), "kill", "start", "ready",
+        "change" and "lost"."""
 
     def start(self, slot: int, start_with: int = 1) -> None:
         """Starts the process of a rank."""
@@ -380,7 +385,7 @@ class Front:
         self.log.append((time.monotonic(), kind, what))
 
     def submit(self, prompt: list[int], total: int) -> int:
-        """Returns the request's number; its tokens come into `tokens[number]`, prompt first."""
+        """Queues a request for `total` tokens, with the prompt. Returns its number; `tokens[number]` has its tokens."""
         number = len(self.tokens)
         self.prompts[number], self.tokens[number], self.totals[number] = list(prompt), list(prompt), total
         self.waiting.append(number)
@@ -391,7 +396,7 @@ class Front:
         self.note("kill", slot)
 
     def pump(self, seconds: float) -> None:
-        """Takes in what the ranks say for a while, and gives waiting requests to those that have room."""
+        """Gives waiting requests to ranks that have room, and takes messages of ranks for at most `seconds`."""
         self._hand_out()
         links = {link: slot for slot, link in self.links.items()}
         listening = self.listener._listener._socket
@@ -487,13 +492,15 @@ def main(
     transfer: bool = False,
     gpus: int = 1,
 ) -> dict:
-    """Serves for about `seconds`: a rank is killed after a quarter, and started again at once.
+    """Serves for about `seconds`: a rank is killed after a quarter of the time, and started again at once.
 
-    `kernels`: see `make_step`. `transfer`: ranks read experts from this process (`publish_experts`).
+    `kernels`: see `make_step`. `transfer`: ranks read experts from this process (`publish_experts`). `gpus`: number of
+    GPUs, which the ranks take in turn.
 
     Returns:
-      tokens, expected: lists of lists, for every request. pause_s: the longest time without a token after the kill.
-      let_in_s: from the newcomer's being ready to its first step. stopped_s: how long the others stopped for it.
+      `tokens` and `expected`: for each request the list of its tokens, and of the tokens that it should have.
+      `pause_s`: the longest time without a token in the five seconds after the kill. `let_in_s`: seconds from the
+      newcomer's being ready to its first step. `stopped_s`: the longest time for which another rank stopped for it.
     """
     folder = pathlib.Path(tempfile.mkdtemp(prefix="xen_moe_serve_", dir="/dev/shm"))
     try:

@@ -1,5 +1,5 @@
-// Python's side of ffi/ipc_memory.h: xen_moe_jax/backends/cuda/members.py decides when processes show each other their
-// memory.
+// Python bindings of ffi/ipc_memory.h. xen_moe_jax/backends/cuda/members.py decides when processes show each other
+// their memory.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -31,7 +31,8 @@ void BindIpc(nb::module_& m) {
   m.def("ipc_start", [](int process, int num_processes, int ordinal) {
     WithoutGil([&] { Registry::Get().SetProvider(StartIpc(process, num_processes, ordinal)); });
   });
-  // Returns [(name, handle of the mailbox, handle of the staging memory or b"", bytes of its flags, of its data)].
+  // Returns, for each workspace that has memory, (name, handle of its mailbox, handle of its staging memory or b"",
+  // bytes of the staging memory's flags, bytes of its data).
   m.def("ipc_show", [] {
     nb::list out;
     for (const auto& workspace : Registry::Get().All()) {
@@ -59,7 +60,8 @@ void BindIpc(nb::module_& m) {
       for (const auto& workspace : Registry::Get().All()) workspace->Interrupt(seconds);
     });
   });
-  // `mailboxes`, `stagings`: the handles of every process, b"" for one that is not there. Takes the workspace `name`.
+  // Maps the memory of the workspace `name` and starts it again. `mailboxes`, `stagings`: the handles of all processes,
+  // b"" for a process that is absent.
   m.def("ipc_adopt", [](const std::string& name, nb::list mailboxes, nb::list stagings, uint32_t epoch,
                         uint32_t generation, double seconds) {
     std::vector<std::string> handles[2];

@@ -11,8 +11,8 @@
 namespace xen_moe {
 namespace {
 
-// The driver carves small allocations out of blocks of this size, and a handle maps the block: no two allocations of
-// ours share one.
+// The driver carves small allocations out of blocks of this size, and a handle maps the whole block. Allocations of
+// this file are multiples of the size, so that no two of them share a block.
 constexpr uint64_t kIpcUnit = 2 << 20;
 
 struct Mapping {
@@ -23,8 +23,8 @@ struct Mapping {
 struct Ipc {
   std::mutex mutex;
   int process = 0, ordinal = 0;
-  std::map<void*, std::map<int, std::string>> blocks;  // by own block, then process: the handle of its block
-  std::map<std::string, Mapping> mapped;               // by handle: it may be opened once
+  std::map<void*, std::map<int, std::string>> blocks;  // by own block, then process: the handle of that one's block
+  std::map<std::string, Mapping> mapped;               // by handle, which a process may open only once
 };
 
 Ipc& State() {
@@ -60,7 +60,7 @@ void* Allocate(uint64_t bytes) {
   return memory;
 }
 
-// The caller holds the lock.
+// Ends one use of a mapping, which is unmapped after the last one. The caller holds the lock.
 void Forget(Ipc& ipc, const std::string& handle) {
   auto found = ipc.mapped.find(handle);
   if (found == ipc.mapped.end() || --found->second.users > 0) return;

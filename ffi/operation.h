@@ -61,7 +61,7 @@ struct CombinePlan : Plan {
   bool weighted = false;
 };
 
-// A combine by home: cuda_kernels/combine/home.cuh.
+// A combine whose rows are added by home: cuda_kernels/combine/home.cuh.
 struct HomeCombinePlan : CombinePlan {
   static ffi::TypeId id;
 };
@@ -72,16 +72,16 @@ struct ExchangePlan : Plan {
   bool ragged = false;
 };
 
-// An exchange by a table, which moves weights.
+// An exchange whose rows a table names: move_weights.
 struct MovePlan : ExchangePlan {
   static ffi::TypeId id;
 };
 
-// The exchange of an all_gather_matmul, in rounds, and the matmul of a rank's rows.
+// An all_gather_matmul: its exchange, in rounds, and the matmul of a rank's rows by `depth x columns` weights.
 struct GatherMatmulPlan : ExchangePlan {
   static ffi::TypeId id;
   int depth = 0, columns = 0;
-  uint64_t workspace_bytes = 0;  // of cuBLAS
+  uint64_t workspace_bytes = 0;  // of cuBLAS's own workspace
 };
 
 // Fills a plan but for its workspace, from attributes alone: also for size hints, which need no device. Throws

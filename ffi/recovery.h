@@ -24,11 +24,11 @@ class Recovery {
   void Interrupt(double seconds);
   // Starts again after a failure. Returns, or throws MemoryError, within about `seconds`.
   void Reset(double seconds);
-  // For groups whose processes come and go, which agree among themselves: ends what still waits, and returns once the
-  // GPU is idle. Throws MemoryError after `seconds`.
+  // For groups whose processes come and go, and agree on their members by themselves: ends operations that still wait,
+  // and returns once the GPU is idle. Throws MemoryError after `seconds`.
   void Quiet(double seconds);
-  // Starts again with other members, once all of them have been quiet: `map` maps their memory, `gone` are the
-  // processes that are not there, and all begin with the same `epoch` and the same `generation` of the memory.
+  // Starts again with other members, after Quiet has returned on all of them. `map` maps their memory, `gone` holds the
+  // processes that are absent, and all members begin with the same `epoch` and the same `generation` of the memory.
   void Adopt(const std::set<int>& gone, uint32_t epoch, uint32_t generation, const std::function<void()>& map,
              double seconds);
   // For tests: starts again from this epoch, as after a reset. Nothing may be running.

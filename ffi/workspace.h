@@ -55,8 +55,8 @@ class Workspace {
              double seconds) {
     recovery_.Adopt(gone, epoch, generation, map, seconds);
   }
-  // Between processes: this process's blocks that the others map, the mailbox and the newest staging memory, with the
-  // sizes of the latter. Null where there are none.
+  // Between processes: returns the two blocks of this process that the others map, the mailbox and the newest staging
+  // memory, and sets `needs` to the sizes of the latter. Null where there is no such block.
   std::pair<void*, void*> Shown(Needs* needs) const;
   // These include the workspace of asynchronous operations.
   bool Failed() const;

@@ -1,8 +1,8 @@
-"""What the ranks of an axis do together in plain JAX: XLA's collectives inside `jax.shard_map`, or an exchange between
-processes with a JAX runtime each (`xen_moe_jax.elastic`), where XLA has no collective.
+"""Collectives of the plain JAX backend: XLA's inside `jax.shard_map`, and in an `elastic.Group`, between whose
+processes XLA has no collective, the group's exchange through the host.
 
-A group exchanges with the ranks that are its members now, which is known when a program runs and not when it is
-traced. What an absent rank would have sent is zero.
+A group exchanges with its members, which are known when a program runs and not when it is traced. The part of an absent
+rank is zero in every result.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ type Names = tuple[str, ...]
 
 
 def index(axis_name: Names) -> jax.Array:
-    """int32 `[]`: this rank's number, as `jax.lax.axis_index`."""
+    """Returns this rank's number, int32 `[]`, as `jax.lax.axis_index` does."""
     group = _mesh.group_of(axis_name)
     return lax.axis_index(axis_name) if group is None else jnp.int32(group.rank)
 
 
 def all_gather(x: jax.Array, axis_name: Names) -> jax.Array:
-    """`[R, ...]`, as `jax.lax.all_gather`."""
+    """Returns `[R, ...]` of the dtype of `x`: entry `s` is the `x` of rank `s`, as `jax.lax.all_gather(x)` does."""
     group = _mesh.group_of(axis_name)
     if group is None:
         return lax.all_gather(x, axis_name)
@@ -39,7 +39,12 @@ def all_gather(x: jax.Array, axis_name: Names) -> jax.Array:
 
 
 def all_to_all(x: jax.Array, axis_name: Names, *, axis_index_groups: Any = None) -> jax.Array:
-    """`[R, ...]` from `x [R, ...]`: entry `s` is what rank `s` had for this rank, as `jax.lax.all_to_all(x, 0, 0)`."""
+    """Returns `[R, ...]` of the dtype of `x [R, ...]`: entry `s` is the one that rank `s` had for this rank, as
+    `jax.lax.all_to_all(x, 0, 0)` does.
+
+    Raises:
+      NotImplementedError: `axis_index_groups` in a group.
+    """
     group = _mesh.group_of(axis_name)
     if group is None:
         return lax.all_to_all(x, axis_name, 0, 0, axis_index_groups=axis_index_groups)
@@ -49,14 +54,15 @@ def all_to_all(x: jax.Array, axis_name: Names, *, axis_index_groups: Any = None)
 
 
 def largest(x: jax.Array, axis_name: Names) -> jax.Array:
-    """The largest of the ranks' `x`, never negative, as `jax.lax.pmax`."""
+    """Returns the elementwise maximum of the ranks' `x`, which must not be negative, as `jax.lax.pmax` does."""
     if _mesh.group_of(axis_name) is None:
         return lax.pmax(x, axis_name)
     return jnp.max(all_gather(x, axis_name), axis=0)
 
 
 def absent_is_unused(topk_idx: jax.Array, axis_name: Names) -> jax.Array:
-    """Codes `topk_idx`, and decodes it again, so that what an absent rank would have sent, zero, is -1: unused."""
+    """Encodes integers `topk_idx` for an exchange in a group, and decodes them after it: the zero that stands for an
+    absent rank's entry decodes to -1, an unused slot."""
     return topk_idx if _mesh.group_of(axis_name) is None else ~topk_idx
 
 
@@ -72,7 +78,7 @@ def _exchange(group: Any, kind: str, axis_name: Names, x: jax.Array, shape: tupl
     del group  # the lowering finds it again: no program holds it
     if x.size == 0:
         return jnp.zeros(shape, x.dtype)
-    # Equal in every process, and another for each exchange of a program and for every shape.
+    # The key is the same in every process, and differs between the exchanges of a program and between shapes.
     words = f"{_mesh.lowering_site()} {_mesh.next_exchange()} {kind} {x.shape} {x.dtype.name}"
     return exchange_p.bind(x, kind=kind, axis_name=axis_name, shape=shape, key=zlib.crc32(words.encode()))
 
@@ -111,10 +117,11 @@ mlir.register_lowering(good_p, _lower_good)
 
 
 def poison_failed(results: Any, active: jax.Array | None, operation: str, axis_name: Names) -> tuple[jax.Array, ...]:
-    """Returns `results` of an operation in a group; poisoned where the group has failed, by this operation or before,
-    or where `active` names other ranks than the group's members.
+    """Returns the results of an operation in a group, with their shapes and dtypes. They are poisoned where the group
+    has failed, in this operation or before, and where `active`, bool `[R]`, names other ranks than the group's members.
 
-    Floating elements become NaN; counts (int32 `[R, L]` of a dispatch, its fourth result) 0, other integers -1.
+    In poisoned results floating elements are NaN, the counts of a dispatch (int32 `[R, L]`, its fourth result) are 0,
+    and other integers are -1. `active` is None for an operation that takes none.
     """
     results = tuple(results) if isinstance(results, tuple | list) else (results,)
     if not any(r.size for r in results):
@@ -137,8 +144,8 @@ def _poison(place: int, x: jax.Array, operation: str) -> jax.Array:
 
 
 def effects(axis_name: Sequence[str], config: KernelConfig) -> Any:
-    """Effects of an operation over this axis: the processes of a group must exchange in the same order. Kernels need
-    no order, because they tell operations apart by themselves."""
+    """Returns the effects of an operation over this axis. Exchanges through the host are ordered, because all processes
+    of a group must run them in the same order. Kernels need no order: they tell operations apart by themselves."""
     return {_jax_internals.ORDERED_EXCHANGE} if by_host(axis_name, config) else set()
 
 

@@ -1,7 +1,7 @@
 """Members that are killed at any moment and come back, as processes without JAX programs: they exchange through a group
 and check every value. A process costs milliseconds here, so that hundreds can be killed.
 
-    python -m tests.elastic.chaos --kills 500 --joins 100 --seed 1
+    python -m tests.elastic.chaos --ranks 4 --kills 500 --seed 1
 """
 
 import argparse
@@ -25,12 +25,12 @@ from xen_moe_jax import balance, elastic
 SLOTS_OF_A_RANK, EXPERTS = 4, 8
 COMMITTED, WHEN, READY, ENTERED, STOPPED = range(5)
 WORDS = 8
-"""Words of each rank in shared memory: steps that it has committed, when, when it was ready and let in, and the longest
-stop at a boundary, in nanoseconds."""
+"""Words of each rank in shared memory: the number of steps that it has committed, and in nanoseconds the times of the
+last commit, of its being ready and of its being let in, and its longest stop at a boundary."""
 
 
 def array_of(step: int, rank: int, to: int = -1) -> np.ndarray:
-    """What `rank` sends in `step`, to all or to one."""
+    """Returns the array that `rank` sends in `step`, int64 `[6]`: to all ranks, or to rank `to`."""
     return np.arange(6, dtype=np.int64) + 1000 * step + 10 * rank + 100_000_000 * (to + 1)
 
 
@@ -39,7 +39,7 @@ def placement_of(slots: int) -> balance.Placement:
 
 
 def member(folder: str, slots: int, slot: int, start_with: int, words: memoryview, seed: int) -> None:
-    """The process of one rank: it ends with status 0 if it is told to (SIGTERM), and never by itself."""
+    """Runs the process of one rank, which ends with status 0 at SIGTERM, and never by itself."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     rng = random.Random(seed)
     own = words[slot * WORDS : (slot + 1) * WORDS]
@@ -72,7 +72,7 @@ def member(folder: str, slots: int, slot: int, start_with: int, words: memoryvie
         scattered = group.exchange("scatter", 2, everything)
         if not group.good("step", active):
             change = group.recover(step)
-            assert change.step == step, (change, step)  # who dies is seen alike by all: no member is ahead
+            assert change.step == step, (change, step)  # all members see a death in the same exchange: none is ahead
             step = adopt(change)
             continue
         for rank in range(slots):

@@ -24,7 +24,7 @@ PROGRAMS = (  # layout, wire, drop, capacity, with a placement
 
 
 def operands(ranks):
-    """x, topk_idx, topk_weights of all ranks, the same in every process."""
+    """Returns x `[R, T, H]`, topk_idx and topk_weights `[R, T, K]` of all ranks, the same in every process."""
     rng = np.random.default_rng(35)
     x = rng.standard_normal((ranks, T, H)).astype(np.float32)
     idx = rng.integers(-1, E + 1, (ranks, T, K)).astype(np.int32)
@@ -36,7 +36,7 @@ def placement_of(ranks):
 
 
 def program(number, axis_name, x, idx, weights, active, placement):
-    """Rows, counts, the combined rows and gradients of one layer whose experts scale their rows."""
+    """Returns rows, counts, combined rows and gradients of one layer whose experts scale their rows."""
     layout, wire, drop, capacity, placed = PROGRAMS[number]
 
     def layer(x, weights):

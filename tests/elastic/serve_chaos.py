@@ -1,10 +1,10 @@
 """The server of `examples/serve_elastic.py` under fire: ranks that decode are killed at random moments and started
-again, and every token is compared with what one process without ranks says.
+again, and every token is compared with the token that one process without ranks computes.
 
     JAX_PLATFORMS=cpu python -m tests.elastic.serve_chaos --kills 60 --seed 1
 
-A rank that is started compiles its programs, which takes seconds of a core: hundreds of kills take hours here, and a
-minute in `tests/elastic/chaos.py`, whose members have no programs.
+A rank that is started compiles its programs, which takes seconds of a core: hundreds of kills take hours with this
+server, and a minute with `tests/elastic/chaos.py`, whose members have no programs.
 """
 
 import argparse
@@ -41,9 +41,9 @@ def run(
     """Serves until `kills` ranks have been killed, or `seconds` have gone by.
 
     Returns:
-      kills, joins, requests, tokens; wrong: requests with another token than expected; pause_s, let_in_s, stopped_s,
-      agreed_s: lists of seconds from a kill to the next token, from a newcomer's being ready to its first step, of the
-      others' stop for it, and from a failed step to the next one.
+      kills, joins, requests, tokens: their numbers. wrong: requests with another token than expected. Lists of seconds:
+      pause_s, from a kill to the next token; let_in_s, from a newcomer's being ready to its first step; stopped_s, for
+      which the other ranks stopped for it; agreed_s, from a failed step to the next one.
 
     Raises:
       RuntimeError: a rank ended by itself, or no token came for 60 s.
@@ -112,7 +112,7 @@ def _figures(serve, front, killed: list[float]) -> dict:
             members.discard(what)
             later = list(enumerate(log[place:], place))
             again = next((i for i, (_, k, w) in later if k == "ready" and w[0] == what), len(log))
-            # none where a newcomer was killed before the others had let it in
+            # There is no change where a newcomer was killed before the others had let it in.
             change = next((i for i, (_, k, w) in later[: again - place] if k == "change" and what in w[3]), None)
             after = [t for t, k, w in log[change:] if k == "tokens" and w] if change is not None else []
             pauses += [after[0] - when] if after else []

@@ -15,7 +15,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def within_the_limits(figures):
-    """The limits of the contract, on whatever else the machine does."""
+    """Checks the limits of the contract, which hold whatever other programs the machine runs."""
     assert max(figures["pause_s"]) < 2 and max(figures["let_in_s"]) < 10 and figures["stopped_s"] < 2, figures
 
 
@@ -33,7 +33,7 @@ def test_many_kills():
 
 
 def count_steps(folder, slot, start_with, words, timeout_s):
-    """A rank that counts its steps in `words[2 * slot]`, and writes why it ended into the next."""
+    """Runs a rank that counts its steps in `words[2 * slot]`, and sets the next word to 1 if it is evicted."""
     group = elastic.Group(folder, 3, slot=slot, timeout_s=timeout_s)
     step = group.join(start_with=start_with, timeout_s=60).step
     try:
@@ -52,7 +52,7 @@ def count_steps(folder, slot, start_with, words, timeout_s):
 
 @pytest.fixture
 def ranks(tmp_path):
-    """`start(slot, start_with, timeout_s)` and the words of all ranks; ends what it has started."""
+    """Yields `start(slot, start_with, timeout_s)`, which starts a rank, and the words of all ranks; ends the ranks."""
     words = FORK.Array("q", 6, lock=False)
     started = {}
 

@@ -19,7 +19,7 @@ RANKS, ABSENT = 3, 1
 
 
 def inside_shard_map(number):
-    """Results of all ranks by name, on a mesh of virtual devices."""
+    """Returns the results of all ranks by name, `[RANKS, ...]`, computed on a mesh of virtual devices."""
     active = np.arange(RANKS) != ABSENT
     placement = rank_program.placement_of(RANKS).without(active)
 

@@ -9,7 +9,7 @@ from tests.support import quick_compiler, transfer
 
 @pytest.fixture
 def few_optimizations(monkeypatch):
-    """For the ranks that a test starts: they compile in a second."""
+    """Lets the ranks that a test starts compile within a second."""
     if jax.default_backend() != "cpu":
         pytest.skip("tests/gpu/test_elastic.py has these cases for GPUs")
     monkeypatch.setenv("XLA_FLAGS", f"{quick_compiler.FLAGS} --xla_backend_optimization_level=0")

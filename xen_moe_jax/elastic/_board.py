@@ -1,6 +1,7 @@
 """The files of a group in one folder: a state that is replaced as a whole under a lock, and a few words of shared
-memory that tell without a lock whether the state is worth reading. A process may be killed at any instruction: the
-kernel drops its lock, and neither a word nor the state is ever half written.
+memory, which a process reads without the lock to learn whether the state has changed. A process may be killed at any
+instruction: the operating system then drops the lock that the process held, and neither a word nor the state is ever
+half written.
 """
 
 from __future__ import annotations
@@ -17,15 +18,24 @@ from typing import Any
 
 BOARD_BYTES = 4096
 PROPOSAL, URGENT, WAITING, CHANGE = range(4)
-"""Words: the newest proposal; the newest that interrupts steps under way; 1 while a process waits to be let in; the
-step at whose beginning it will be let in, 0 for none."""
+"""Indices of the board's words, each a uint64. `PROPOSAL`: number of the newest proposal. `URGENT`: number of the
+newest proposal that interrupts steps under way. `WAITING`: 1 while a process waits to be let in. `CHANGE`: the step at
+whose beginning that process is let in, 0 where no change is planned."""
 LEFT = 16
-"""The word of slot `s` is `LEFT + s`: 1 once its process has left the group."""
+"""Index `LEFT + s` is the word of slot `s`: 1 once the slot's process has left the group."""
 MOST_SLOTS = 256
 
 
 class Board:
-    """The folder of a group, as one process sees it."""
+    """The folder of a group, as one process sees it. The first process makes its files.
+
+    Attributes:
+      folder: the path.
+      words: the board's words, uint64, shared by all processes.
+
+    Raises:
+      ValueError: the group in the folder has another number of slots.
+    """
 
     def __init__(self, folder: str | os.PathLike[str], slots: int) -> None:
         self.folder = pathlib.Path(folder)
@@ -41,7 +51,7 @@ class Board:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the group's lock, for a moment: never while waiting for another process."""
+        """Holds the group's lock. The caller holds it for a moment, and never while it waits for another process."""
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         try:
             yield
@@ -49,7 +59,7 @@ class Board:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def read(self) -> dict[str, Any]:
-        """The state; keys of JSON's objects are text."""
+        """Returns the state. Slots are text in it, because the keys of JSON's objects are."""
         return json.loads((self.folder / "state.json").read_text())
 
     def write(self, state: dict[str, Any]) -> None:
@@ -57,24 +67,26 @@ class Board:
         self.put("state.json", state)
 
     def put(self, name: str, value: Any) -> None:
-        """Writes a file that readers find whole or not at all."""
+        """Writes `value` as JSON into file `name`, which readers find whole or not at all."""
         new = self.folder / f".{name}.{os.getpid()}"
         new.write_text(json.dumps(value))
         os.replace(new, self.folder / name)
 
     def get(self, name: str) -> Any | None:
-        """The value of a file that `put` has written; None if there is none."""
+        """Returns the value of a file that `put` has written; None if there is no such file."""
         try:
             return json.loads((self.folder / name).read_text())
         except FileNotFoundError:
             return None
 
     def close(self) -> None:
+        """Closes the lock's file; the words stay readable."""
         os.close(self._lock)
 
 
 def map_file(path: pathlib.Path, nbytes: int) -> memoryview:
-    """Shared memory of at least `nbytes` bytes, zero at first: every process that names the file has the same."""
+    """Returns the first `nbytes` bytes of a file as shared memory: all processes that map the file see the same bytes.
+    The file is made, or made longer, where it is shorter; new bytes are zero."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         if os.fstat(descriptor).st_size < nbytes:
@@ -87,13 +99,14 @@ def map_file(path: pathlib.Path, nbytes: int) -> memoryview:
 if platform.machine() in ("x86_64", "AMD64"):
 
     def fence() -> None:
-        """Orders what this process has stored before with what it stores after: on x86 stores become visible in
-        order, and loads happen in order."""
+        """Orders this process's loads and stores before the call with those after it. It does nothing on x86, where
+        stores become visible in program order and loads happen in program order."""
 
 else:
     _own = os.memfd_create("xen_moe_jax_fence") if hasattr(os, "memfd_create") else -1
 
     def fence() -> None:
-        """Orders loads and stores before with those after: the kernel's lock of a file is a barrier."""
+        """Orders this process's loads and stores before the call with those after it: taking a file's lock is a memory
+        barrier in the operating system."""
         fcntl.flock(_own, fcntl.LOCK_EX)
         fcntl.flock(_own, fcntl.LOCK_UN)

@@ -1,4 +1,4 @@
-"""`Group`: one process's membership, and the operations that run over its axis."""
+"""`Group`: the membership of one process in a group, and the exchanges of operations over the group's axis."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from xen_moe_jax.elastic._membership import Membership, Settled
 from xen_moe_jax.elastic._rows import GaveUp, Rows
 
 WATCH_S = 0.01
-"""Interval in which a thread looks after the members where kernels wait for them, and not the host."""
+"""Seconds between two looks of the thread that watches the members while kernels, not the host, wait for them."""
 ROOM_S = 600.0
-"""How long members with too few slots for all experts wait for another one."""
+"""Seconds for which members whose slots do not hold all experts wait for another member."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What has changed in a group, the same for all members but for `joined`, `lost` and `fetch`.
+    """A change of a group's members. `view` and `step` are the same on all members; the other attributes may differ.
 
     Attributes:
-      view: number of the set of members; it only grows.
-      step: the step to run next. It is the one that was to run, or the one before where a member had not completed it:
-        run that step again, and deliver nothing of it twice. For a newcomer it is the members' step.
-      joined, lost: slots, since the view that this process had before.
-      fetch: pairs (slot of this rank, expert) whose weights this rank must load before the next step.
+      view: number of the new set of members; each set has a larger number than the one before.
+      step: the step that all members run next. It is the step that this process was to run, or the step before where a
+        member had not completed that one: then run it again, and deliver nothing of it twice. For a newcomer it is the
+        members' step.
+      joined, lost: slots whose processes came or went since the set of which this process was a member before.
+      fetch: pairs (slot for experts on this rank, expert) whose weights this rank must load before it runs `step`.
     """
 
     view: int
@@ -44,7 +45,7 @@ class Change:
 
 
 class Group:
-    """One rank of a group of processes that come and go. Programs over its axis are plain `jax.jit` programs.
+    """One rank of a group of processes that come and go. Programs over the group's axis are plain `jax.jit` programs.
 
     group = elastic.Group("/dev/shm/server", slots=4, placement=placement)
     weights = load(group.experts)                          # compile and warm up: alone, no other process is waited for
@@ -60,8 +61,8 @@ class Group:
             continue
         deliver(tokens)
 
-    A context manager; leaving it tells the members that this process takes part no more, which they then treat as its
-    death. Not for several threads, but for operations that JAX runs.
+    A group is a context manager: leaving it closes the group, and the members treat that as the death of this process.
+    One thread calls the methods; JAX's threads call the exchanges of the programs.
     """
 
     def __init__(
@@ -74,21 +75,26 @@ class Group:
         placement: Placement | None = None,
         timeout_s: float = 10.0,
     ) -> None:
-        """Takes a slot; waits for no other process, unless for the death of the slot's last one to be noticed.
+        """Takes a slot. It waits for no other process, except for the members to notice that the slot's last process
+        has died.
 
         Args:
-          folder: of the group; the same for all of its processes, on one host. In memory, such as under /dev/shm.
-          slots: `R`, the most ranks that the group ever has; `num_ranks` of its programs.
-          slot: this process's rank; None takes the lowest that is free.
-          axis_name: name of the axis in `dispatch` and `combine`; at most one group of a process has it, ever.
-          placement: of experts on all `R` ranks: what a rank holds when it comes. None: experts are at their homes,
-            and those of an absent rank are served by nobody.
-          timeout_s: how long a member that lives may keep the others waiting; then they go on without it. Loading
-            weights between two steps counts.
+          folder: folder of the group, the same for all of its processes, which run on one host. It should lie in
+            memory, such as under /dev/shm.
+          slots: `R`, the largest number of ranks that the group ever has; the `num_ranks` of its programs.
+          slot: this process's rank; None takes the lowest free one.
+          axis_name: name of the axis in `dispatch` and `combine`. A process can open one group of a name, and no second
+            one after it.
+          placement: `Placement` of the experts on all `R` ranks, which says what a rank holds when it comes. None: the
+            experts are at their homes, and no rank serves the experts of an absent rank.
+          timeout_s: seconds for which a member that lives may keep the others waiting; then they go on without it. The
+            time to load weights between two steps counts.
 
         Raises:
+          TypeError: `slots`, `slot`, `axis_name` or `placement` has a wrong type.
           ValueError: an argument is wrong, or other than that of the group in `folder`.
-          RuntimeError: the slot, or every slot, belongs to a process that runs.
+          RuntimeError: the slot, or every slot, belongs to a process that runs, or a process of the group cannot be
+            watched from here.
         """
         caller = "elastic.Group"
         self.num_ranks = _validate.integer(slots, "slots", caller, minimum=1)
@@ -126,19 +132,24 @@ class Group:
 
     @property
     def view(self) -> int:
-        """Number of the set of members; 0 before `join`."""
+        """Number of the present set of members; 0 before `join`."""
         return self._membership.number
 
     @property
     def experts(self) -> np.ndarray:
-        """int32 `[S]`: the expert in each slot of this rank, -1 for none, as the last `Change` left it."""
+        """int32 `[S]`: the expert in each slot of this rank, -1 for an empty slot, once `fetch` of the last `Change`
+        has been loaded.
+
+        Raises:
+          ValueError: the group was opened without a placement.
+        """
         if self._held is None:
             raise ValueError("elastic.Group.experts: the group has no placement")
         return self._held.copy()
 
     def active(self) -> np.ndarray:
-        """bool `[R]`, True for the members: the `active` of every operation over the axis. This rank alone before
-        `join`."""
+        """bool `[R]`, True for the members: the `active` of every operation over the axis. Before `join`, it is True
+        for this rank alone."""
         mask = np.zeros(self.num_ranks, bool)
         mask[list(self._membership.members)] = True
         return mask
@@ -146,14 +157,19 @@ class Group:
     # -- membership ----------------------------------------------------------------------------------------------------
 
     def join(self, *, start_with: int = 1, timeout_s: float = 600.0) -> Change:
-        """Says that this process is ready, and returns once the members have let it in, at the beginning of a step.
+        """Announces that this process is ready, and returns once the members have let it in, when a step begins.
 
         Args:
-          start_with: how many processes must be ready where the group has no members.
-          timeout_s: how long to wait.
+          start_with: number of processes that must be ready before a group without members begins.
+          timeout_s: seconds to wait for being let in.
+
+        Returns:
+          `Change`, whose `step` is the members' step, or 0 where the group begins.
 
         Raises:
-          TimeoutError: nobody let it in.
+          TimeoutError: the members did not let this process in, or `start_with` processes were not ready.
+          elastic.Evicted: the members went on without this process while it was coming in.
+          RuntimeError: this process is a member already, or the group is closed.
         """
         _validate.integer(start_with, "start_with", "elastic.Group.join", minimum=1)
         self._open("join")
@@ -164,13 +180,19 @@ class Group:
             return self._adopt(self._membership.enter(start_with, timeout_s))
 
     def boundary(self, step: int) -> Change | None:
-        """Call it before every step, with the number of the step, when nothing runs. Returns None where nothing has
-        changed, at the price of reading three words of memory.
+        """Changes the members where that is due. Call it before every step, while no program runs.
+
+        Args:
+          step: number of the step that this process runs next.
+
+        Returns:
+          `Change`; None where nothing has changed, which takes the reading of three words of memory.
 
         Raises:
-          elastic.Evicted: the others have gone on without this process.
-          TimeoutError: the ranks that are left have too few slots for all experts, and no other came for ten minutes,
-            in which they stand still.
+          elastic.Evicted: the other members have gone on without this process.
+          TimeoutError: the slots of the ranks that are left do not hold all experts, and no other rank came within ten
+            minutes, for which these ranks stood still.
+          RuntimeError: the group is closed, or kernels exchange and the members' memory could not be mapped.
         """
         self._open("boundary")
         if not self._membership.due(step):
@@ -179,15 +201,19 @@ class Group:
         return self._settle(step)
 
     def recover(self, step: int) -> Change:
-        """After a failure: agrees with the members that are left on who they are, and makes the group usable again.
+        """Agrees on the next set of members with the members that are left, and makes the group usable again.
 
-        Call it when nothing runs, in the process that has seen the failure; the others see it by themselves.
+        Call it after `xm.check` has raised, while no program runs. A process that has seen no failure need not be told:
+        its own step fails.
 
         Args:
-          step: the step that failed.
+          step: number of the step that failed.
+
+        Returns:
+          `Change`, whose `step` is to be run again.
 
         Raises:
-          As `boundary`.
+          The errors of `boundary`.
         """
         self._open("recover")
         self._membership.propose(urgent=True)
@@ -219,12 +245,12 @@ class Group:
         return Change(settled.number, settled.step, tuple(sorted({*joined})), tuple(sorted({*lost})), fetch)
 
     def _room(self) -> int:
-        """Slots of the members that can hold an expert."""
+        """Returns the number of slots for experts on all members together."""
         assert self._base is not None
         return int(self.active().sum()) * self._base.slots_per_rank
 
     def _placed(self, placement: Placement) -> Placement:
-        """`placement`, with what a rank holds when it comes on members that have nothing in it."""
+        """Returns `placement`, where a member without any expert gets the experts that a rank holds when it comes."""
         assert self._base is not None
         empty = self.active() & (placement.experts < 0).all(axis=1)
         experts = np.where(empty[:, None], self._base.experts, placement.experts)
@@ -233,7 +259,17 @@ class Group:
     # -- for operations ------------------------------------------------------------------------------------------------
 
     def exchange(self, kind: str, key: int, x: np.ndarray) -> np.ndarray:
-        """Runs an exchange of a program; zeros after a failure."""
+        """Runs one exchange of a program between the members.
+
+        Args:
+          kind: "gather" (`x` goes to all members) or "scatter" (`x [R, ...]`: entry `r` goes to member `r`).
+          key: names the exchange; the same in every process.
+          x: the array that this rank sends, of any shape and dtype.
+
+        Returns:
+          `[R, ...]` of the dtype of `x`: entry `r` came from member `r`, and is zero where `r` is no member. All zeros
+          after a failure.
+        """
         if not self._failure:
             try:
                 return self._rows.exchange(kind, key, x)
@@ -242,7 +278,8 @@ class Group:
         return np.zeros(x.shape if kind == "scatter" else (self.num_ranks, *x.shape), x.dtype)
 
     def good(self, operation: str, active: np.ndarray) -> bool:
-        """Whether the results of an operation are good. `operation`: "" for one without `active`."""
+        """Returns False if the group has failed, or if `active`, bool `[R]`, names other ranks than the members, which
+        is a failure, too. `operation`: name of the operation, "" for an operation without `active`."""
         if operation and not self._failure and not np.array_equal(active, self.active()):
             self._fail(
                 f"{operation}: active={active.astype(int).tolist()} and the members of view {self.view} are "
@@ -251,7 +288,13 @@ class Group:
         return not self._failure
 
     def device_keys(self) -> np.ndarray:
-        """int64 `[1, R]`: this rank's GPU and those of the others, as the kernels know them. Starts their memory."""
+        """Returns the GPUs of all ranks as the kernels know them, int64 `[1, R]`. The first call starts the memory of
+        the kernels.
+
+        Raises:
+          RuntimeError: this process is a member already.
+          BackendUnavailable, ValueError: as `backends.cuda.members.Members`.
+        """
         if self._kernels is None:
             if self.view:
                 raise RuntimeError(
@@ -265,7 +308,7 @@ class Group:
         return self._kernels.keys
 
     def _watch(self) -> None:
-        """Tells kernels that wait when they wait in vain."""
+        """Ends the waits of kernels for a member that has gone, and in a step that the other members have given up."""
         told: set[tuple[int, int]] = set()
         while not self._stopped.wait(WATCH_S):
             with self._changing:
@@ -285,7 +328,7 @@ class Group:
             self._watcher.join()
 
     def failure(self) -> str:
-        """Why an operation has failed since the last `Change`; "" if none has."""
+        """Returns why an operation has failed since the last `Change`; "" if none has."""
         text = self._failure or (self._kernels.failure() if self._kernels is not None else "")
         told, reset, _ = text.partition(" Call xen_moe_jax.cuda.reset()")
         return f"{told} Call group.recover(step)" if reset else text
@@ -311,7 +354,7 @@ class Group:
             raise RuntimeError(f"elastic.Group.{caller}: the group is closed")
 
     def close(self) -> None:
-        """Leaves the group. The members treat it as a death. May be called again."""
+        """Leaves the group; the members treat that as the death of this process. A further call does nothing."""
         if not self._closed:
             self._closed = True
             self._stop_watching()

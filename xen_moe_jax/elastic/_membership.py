@@ -1,10 +1,10 @@
-"""Who is a member of a group, and how the members agree on it.
+"""The members of a group, and how they agree on their set.
 
-A *view* is a numbered set of members. Whoever finds that the set must change writes a *proposal* with the next number
-under the group's lock; every process that it names *arrives*, and goes on once all of them have arrived. If one dies
-meanwhile, or does not come in time, a further proposal leaves it out. Operations of different views never meet: each
-row is marked with its view. A process that a proposal leaves out finds that out before its next operation ends, and no
-member reads what it writes.
+A *view* is a numbered set of members. A process that finds that the set must change writes a *proposal* with the next
+number under the group's lock; every process that the proposal names *arrives*, and goes on once all of them have
+arrived. If one of them dies meanwhile, or does not come in time, a further proposal leaves it out. Operations of
+different views never meet, because the mark of each row names its view. A process that a proposal leaves out learns
+that before its next operation ends, and no member reads rows of it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,20 @@ PAUSE_S = 0.0005
 
 
 class Evicted(RuntimeError):
-    """The other members went on without this process, which did not come in time. It may end, or open a new group."""
+    """The other members went on without this process, because it did not come in time. The process may end, or open a
+    new group."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settled:
-    """A view that all of its members have agreed on. `joined`, `lost`: slots, since this process's view before. `step`:
-    the lowest that an old member was to run next. `share`: from the old member with the lowest slot."""
+    """A view on which all of its members have agreed.
+
+    Attributes:
+      number, members: number and slots of the view.
+      joined, lost: slots whose processes came or went since this process's view before.
+      step: the lowest step that an old member was to run next; 0 where no member is old.
+      share: bytes that the old member with the lowest slot gives to all; empty where no member is old.
+    """
 
     number: int
     members: tuple[int, ...]
@@ -44,14 +51,26 @@ class Memory(Protocol):
     """Memory of a rank that the members map anew in every view: `backends.cuda.members.Members`."""
 
     def arrive(self) -> Any:
-        """Makes the rank quiet, and returns what the others need to map its memory; JSON can hold it."""
+        """Ends operations that wait, and returns what the other members need to map this rank's memory, as a value that
+        JSON can hold."""
 
     def adopt(self, view: int, shown: dict[int, Any]) -> None:
-        """Maps the members' memory, by rank, and starts again with them."""
+        """Maps the memory of the members of view `view`, and starts again with them. `shown`: by rank, what `arrive`
+        returned there."""
 
 
 class Membership:
-    """This process in slot `slot` of a group; before it is let in, its view is of itself alone, with number 0."""
+    """This process in a slot of a group. Before it is let in, its view has number 0 and itself as the only member.
+
+    Args:
+      board: the group's files.
+      slots: number of slots of the group.
+      slot: the slot to take; None takes the lowest free one.
+      timeout_s: seconds that this process waits for a member that lives.
+
+    Raises:
+      RuntimeError: the slot, or every slot, belongs to a process that runs.
+    """
 
     def __init__(self, board: Board, slots: int, slot: int | None, timeout_s: float) -> None:
         self._board, self._slots, self._timeout_s = board, slots, timeout_s
@@ -65,6 +84,8 @@ class Membership:
         self.memory: Memory | None = None
 
     def _claim(self, slot: int | None) -> int:
+        """Takes a slot that no living process has, and returns it. A dead member's slot becomes free once the members
+        that are left have agreed on a view without it."""
         limit = time.monotonic() + self._timeout_s
         while True:
             with self._board.locked():
@@ -92,7 +113,7 @@ class Membership:
     # -- who has ended -------------------------------------------------------------------------------------------------
 
     def _ended(self, identity: str) -> bool:
-        """Whether the process has ended; one that is stopped or busy has not."""
+        """Returns True if the process has ended. A process that is stopped or busy has not."""
         if identity == self._identity:
             return False
         with self._looking:
@@ -123,17 +144,17 @@ class Membership:
         return False
 
     def gone(self, slot: int) -> bool:
-        """Whether the member in this slot has ended, or has left."""
+        """Returns True if the member in this slot has ended, or has left the group."""
         return bool(self._board.words[LEFT + slot]) or self._ended(self._identities[slot])
 
     def interrupted(self) -> bool:
-        """Whether the other members have given up the step under way: it cannot end any more."""
+        """Returns True if the other members have given up the step under way, which then cannot end."""
         return self._board.words[URGENT] > self.number
 
     # -- coming in -----------------------------------------------------------------------------------------------------
 
     def announce(self) -> None:
-        """Says that this process is ready to be let in."""
+        """Tells the members that this process is ready to be let in."""
         with self._board.locked():
             state = self._board.read()
             state["claims"][str(self.slot)]["ready"] = True
@@ -141,7 +162,12 @@ class Membership:
             self._board.words[WAITING] = 1
 
     def enter(self, start_with: int, timeout_s: float) -> Settled:
-        """Waits to be let in. Where there are no members, the first `start_with` processes that are ready are."""
+        """Waits to be let in. In a group without members, a process begins it with all ready processes once they are
+        `start_with` or more.
+
+        Raises:
+          TimeoutError: this process was not let in within `timeout_s`.
+        """
         limit = time.monotonic() + timeout_s
         while time.monotonic() < limit:
             with self._board.locked():
@@ -163,18 +189,19 @@ class Membership:
         return self.settle(0, b"", old=False)
 
     def _ready(self, state: dict) -> dict[str, str]:
+        """Returns the living processes that wait to be let in: identity by slot."""
         claims = state["claims"].items()
         return {s: c["identity"] for s, c in claims if c["ready"] and not self._ended(c["identity"])}
 
     def due(self, step: int) -> bool:
-        """Whether the view changes at the beginning of `step`. Reads three words.
+        """Returns True if the view changes at the beginning of `step`. Reads three words.
 
-        The member with the lowest number decides: at the beginning of step `s` it writes that the change is at `s + 1`.
-        No other member can begin `s + 1` before it has seen this, because no step ends without all members.
+        The member with the lowest slot decides: at the beginning of step `s` it writes that the change is at `s + 1`.
+        No member begins `s + 1` before this is written, because no step ends without all members.
         """
         words = self._board.words
         waiting, change = words[WAITING], words[CHANGE]
-        if words[PROPOSAL] != self.number:  # read last: whoever sets CHANGE back has written its proposal before
+        if words[PROPOSAL] != self.number:  # read last: a process clears CHANGE after it has written PROPOSAL
             return True
         if waiting and change == 0 and self.slot == self.members[0]:
             words[CHANGE] = step + 1
@@ -183,13 +210,16 @@ class Membership:
     # -- agreeing ------------------------------------------------------------------------------------------------------
 
     def propose(self, *, urgent: bool) -> None:
-        """Proposes the next view, of all members that live and all that are ready, unless another one has already."""
+        """Proposes the next view, of all living members and all ready processes, unless another process already has.
+        `urgent`: interrupts steps under way, and lets no process in while a member lives."""
         with self._board.locked():
             state = self._board.read()
             if state["proposal"] == self.number:
                 self._propose(state, urgent=urgent)
 
     def _propose(self, state: dict, *, urgent: bool, without: tuple[int, ...] = ()) -> None:
+        """Writes a proposal that leaves out the slots `without`. The caller holds the lock, under which it read
+        `state`."""
         left = {
             s: i
             for s, i in state["members"].items()
@@ -197,7 +227,7 @@ class Membership:
         }
         ready = {s: i for s, i in self._ready(state).items() if int(s) not in without and s not in left}
         if urgent and left:
-            ready = {}  # who is left goes on first; the others come at the next boundary
+            ready = {}  # the members that are left go on first; ready processes come in at the next boundary
         state["proposal"] += 1
         state["members"] = {**left, **ready}
         state["claims"] = {
@@ -212,7 +242,16 @@ class Membership:
         words[CHANGE], words[WAITING] = 0, int(any(c["ready"] for c in state["claims"].values()))
 
     def settle(self, step: int, share: bytes, *, old: bool = True) -> Settled:
-        """Arrives at the newest proposal, and returns once all that it names have arrived."""
+        """Arrives at the newest proposal, and returns the view once all processes that it names have arrived.
+
+        Args:
+          step: the step that this process is to run next.
+          share: bytes for all members; those of the old member with the lowest slot count.
+          old: whether this process was a member before.
+
+        Raises:
+          Evicted: the newest proposal does not name this process.
+        """
         before = dict(self._identities) if old else {}
         while True:
             with self._board.locked():
@@ -252,8 +291,13 @@ class Membership:
         )
 
     def settle_with_more(self, settled: Settled, timeout_s: float) -> Settled:
-        """Waits until a process is ready, or another member goes, and returns the view after `settled`, in which
-        nothing has run. All members call it."""
+        """Waits until a process is ready or another member has gone, and returns the next view. All members of
+        `settled` call it, before they run anything in that view.
+
+        Raises:
+          TimeoutError: neither happened within `timeout_s`.
+          Evicted: as `settle`.
+        """
         limit = time.monotonic() + timeout_s
         words = self._board.words
         while words[PROPOSAL] == self.number and not words[WAITING] and not any(map(self.gone, self.members)):
@@ -267,7 +311,8 @@ class Membership:
         return self.settle(settled.step, settled.share)
 
     def _await(self, stage: str, number: int, members: list[int]) -> dict[int, Any] | None:
-        """What each member said in this stage; None if there is a newer proposal by now."""
+        """Waits for the files that the members write in a stage, "arrived" or "adopted", of proposal `number`. Returns
+        their values by slot; None where there is a newer proposal."""
         limit = time.monotonic() + self._timeout_s
         arrived: dict[int, Any] = {}
         while True:
@@ -289,5 +334,5 @@ class Membership:
             time.sleep(PAUSE_S)
 
     def leave(self) -> None:
-        """Tells the members that this process takes part no more."""
+        """Tells the members that this process has left the group."""
         self._board.words[LEFT + self.slot] = 1

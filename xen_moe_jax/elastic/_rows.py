@@ -1,11 +1,11 @@
-"""The exchange between the members of a view: each writes what it sends into shared memory of its own, and the others
-read it there. Nobody writes into another's memory, so that a process that was left out can spoil nothing.
+"""The exchange between the members of a view: each member writes what it sends into shared memory of its own slot, and
+the others read it there. A process writes into the memory of its own slot alone.
 
-What moves: an array of each member to all (gather), or entry `r` of it to member `r` (scatter). Who waits for whom:
-every member for every other; for a row until its mark says `(view, number)`. Memory: one file for each slot and each
-exchange of a program, with two halves in turn: an exchange that ends has seen the marks of all for its number, so all
-have ended the one before, whose half the next one then takes. A mark is stored after its rows (`fence`), and loaded
-before them.
+A gather moves each member's array to all members; a scatter moves entry `r` of it to member `r`. Every member waits for
+every other: before it reads rows, it waits until their mark is `(view, number of the exchange)`. There is one file for
+each slot and each exchange of a program, with two halves that take turns. Exchange `n` ends on a member once it has
+seen all marks `n`; then all members have ended exchange `n - 1`, and exchange `n + 1` may take that one's half. A mark
+is stored after its rows and loaded before them, with a `fence` between.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from xen_moe_jax.elastic._board import fence, map_file
 
 HEADER = 64
 SPINS = 64
-"""Looks for a mark before the first pause. Ranks may share cores: a look gives the core away."""
+"""Looks for a mark before the first pause. After each look the rank yields its core, which ranks may share."""
 PAUSE_S = 20e-6
 LOOK_S = 0.001
-"""Interval in which a waiting member looks whether the others still live."""
+"""Seconds between two looks of a waiting member at whether the member that it waits for still lives."""
 
 
 class GaveUp(Exception):
-    """The exchange cannot end; the text says why."""
+    """An exchange cannot end; the text says why."""
 
 
 class _Region:
-    """One slot's side of one exchange."""
+    """The memory of one slot for one exchange: two marks, and two halves of `nbytes` bytes for rows."""
 
     def __init__(self, path: pathlib.Path, nbytes: int) -> None:
         memory = map_file(path, HEADER + 2 * (-(-nbytes // 64) * 64))
@@ -43,7 +43,8 @@ class _Region:
 
 
 class Rows:
-    """Exchanges of slot `slot`. `check(slot)` raises `GaveUp` when a wait for this slot must end."""
+    """The exchanges of slot `slot`. `check(member, waited_s)` raises `GaveUp` where a wait for this member, which has
+    lasted for `waited_s` seconds, must end."""
 
     def __init__(self, folder: pathlib.Path, slot: int, num_slots: int, check: Callable[[int, float], None]) -> None:
         self._folder, self._slot, self._num_slots, self._check = folder, slot, num_slots, check
@@ -54,7 +55,7 @@ class Rows:
         folder.mkdir(exist_ok=True)
 
     def enter(self, view: int, members: Sequence[int]) -> None:
-        """From now on exchanges are of this view: their numbers start again. Nothing may be running."""
+        """Begins a view: exchanges have its members, and are numbered from 1 again. No exchange may be running."""
         self._view, self._members = view, tuple(members)
         self._numbers.clear()
 
@@ -64,10 +65,13 @@ class Rows:
         return self._regions[slot, key]
 
     def exchange(self, kind: str, key: int, x: np.ndarray) -> np.ndarray:
-        """`[R, ...]`: what each member sent; zero for slots that are no members.
+        """Runs an exchange of the given kind, "gather" or "scatter"; see `Group.exchange`.
+
+        Returns:
+          `[R, ...]` of the dtype of `x`: entry `r` came from member `r`, and is zero where `r` is no member.
 
         Raises:
-          GaveUp: a member has ended, or did not come in time.
+          GaveUp: a member has ended, did not come in time, or has given up the step.
         """
         number = self._numbers.get(key, 0) + 1
         self._numbers[key] = number
@@ -88,6 +92,7 @@ class Rows:
         return out
 
     def _wait(self, region: _Region, parity: int, mark: int, member: int) -> None:
+        """Waits until `member`'s half `parity` has this mark."""
         looks, began, looked = 0, 0.0, 0.0
         while region.marks[parity] != mark:
             looks += 1
@@ -101,7 +106,7 @@ class Rows:
                 try:
                     self._check(member, now - began)
                 except GaveUp:
-                    if region.marks[parity] == mark:  # it had come before it ended: for all members or for none
+                    if region.marks[parity] == mark:  # the member stored the mark before it ended: all members find it
                         break
                     raise
             time.sleep(PAUSE_S)

@@ -1,6 +1,6 @@
 """Symmetric memory of an `elastic.Group` for the kernels: each process makes its own, and the members of a view map
-each other's by CUDA's IPC handles (ffi/ipc_memory.h). Memory is made before a process joins: it cannot grow in the
-group.
+each other's memory by CUDA's IPC handles (ffi/ipc_memory.h). A process makes its memory before it joins; the memory
+cannot grow while the process is a member.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import numpy as np
 from xen_moe_jax.backends.cuda import job, module, processes
 
 SECONDS = 30.0
-"""Time for the GPU to become idle: kernels of this library that wait are told to end."""
+"""Seconds that the GPU has to become idle, once kernels of this library that wait have been told to end."""
 EPOCHS = 1 << 16
-"""Numbers of operations that a view has for itself: the first one of a view is larger than any that a flag holds."""
+"""Epochs, the numbers of operations, that a view has for itself: the first epoch of a view is larger than every epoch
+that a flag holds."""
 
 
 class Alone:
-    """The agreement of a process that makes memory by itself: with nobody."""
+    """The agreement (ffi/agreement.h) of a process that makes memory by itself: it asks no other process."""
 
     def __init__(self) -> None:
         self._ticket = 0
@@ -37,10 +38,11 @@ class Alone:
 
 
 class Members:
-    """The memory of rank `rank` of `num_ranks`.
+    """The memory of rank `rank` of `num_ranks`. `keys`, int64 `[1, R]`, are the devices of all ranks.
 
     Raises:
-      BackendUnavailable: there are no kernels here. ValueError: this process has several GPUs, or another group.
+      BackendUnavailable: the compiled kernels cannot be loaded.
+      ValueError: this process has several GPUs, or has run operations on its GPU outside the group.
     """
 
     def __init__(self, rank: int, num_ranks: int) -> None:
@@ -60,7 +62,8 @@ class Members:
         processes.started_by_a_group()
 
     def arrive(self) -> list[Any]:
-        """Ends what still waits, and returns what the other members need to map this rank's memory; JSON can hold it.
+        """Ends operations that still wait, and returns what the other members need to map this rank's memory: for each
+        workspace its name, two IPC handles as text, and two sizes in bytes. JSON can hold it.
 
         Raises:
           RuntimeError: the GPU did not become idle.
@@ -70,10 +73,11 @@ class Members:
         return [[name, _text(mailbox), _text(staging), *sizes] for name, mailbox, staging, *sizes in shown]
 
     def adopt(self, view: int, shown: dict[int, list[Any]]) -> None:
-        """Maps the memory of the members, by rank as `arrive` gave it, and starts again with them.
+        """Maps the memory of the members of view `view`, and starts again with them. `shown`: by rank, what `arrive`
+        returned there.
 
         Raises:
-          RuntimeError: ranks have compiled other programs, or memory cannot be mapped.
+          RuntimeError: the ranks have compiled different programs, or memory cannot be mapped.
         """
         names = {rank: {entry[0]: entry[3:] for entry in entries} for rank, entries in shown.items()}
         first = min(names)
@@ -92,15 +96,15 @@ class Members:
             self._compiled.ipc_adopt(name, mailboxes, stagings, epoch % (1 << 32), view, SECONDS)
 
     def mark_dead(self, rank: int) -> None:
-        """Operations that wait for this rank fail."""
+        """Lets operations that wait for rank `rank` fail."""
         self._compiled.mark_dead(rank, False)
 
     def failure(self) -> str:
-        """Why an operation has failed, or ""."""
+        """Returns why an operation has failed, or ""."""
         return self._compiled.failure()
 
     def interrupt(self) -> None:
-        """Operations that wait fail: the other members have given up the step."""
+        """Lets all operations that wait fail, because the other members have given up the step."""
         self._compiled.ipc_interrupt(SECONDS)
 
 
