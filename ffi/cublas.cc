@@ -26,7 +26,8 @@ struct Api {
 std::mutex mutex;
 std::string library_path;
 Api api{};
-// A handle serves one thread at a time: programs are compiled side by side, and beside others that run.
+// The handle of a GPU serves one thread at a time, under its mutex: threads that compile programs use it beside threads
+// that run other programs.
 struct Handle {
   std::mutex mutex;
   void* blas = nullptr;
@@ -37,6 +38,7 @@ Handle& Of(int ordinal) {
   return handles[ordinal];
 }
 
+// Sets `*f` to the function `name` of the library; returns false where it has none.
 template <class F>
 bool Find(void* library, const char* name, F* f) {
   *f = reinterpret_cast<F>(dlsym(library, name));
@@ -47,7 +49,8 @@ void Check(int status, const char* what) {
   if (status != 0) Refuse(std::string(what) + " failed with status " + std::to_string(status));
 }
 
-// The library that this process has loaded already, or the one that Python has found, or any.
+// Fills `api`, once: from the library that this process has loaded already, otherwise from the one at `library_path`,
+// otherwise from the one that the loader finds by name. Throws MemoryError.
 void Open() {
   std::lock_guard<std::mutex> lock(mutex);
   if (api.gemm) return;

@@ -1,4 +1,4 @@
-// The handlers of all_to_all, ragged_all_to_all and move_weights: they check buffers and launch kernels.
+// The handlers of all_to_all, ragged_all_to_all, all_gather and move_weights: they check buffers and launch kernels.
 #include "cuda_kernels/kernels.h"
 #include "ffi/handlers.h"
 #include "ffi/operation.h"
@@ -6,7 +6,8 @@
 namespace xen_moe {
 namespace {
 
-// Returns success, or an error that says that the buffers do not have the bytes of the plan. Checked once: CheckOnce.
+// Returns success, or an error that says that the buffers do not have the bytes of the plan. As CheckOnce, it compares
+// only while `plan.checked` is false.
 ffi::Error CheckBytes(const ExchangePlan& plan, const ffi::AnyBuffer& operand, const ffi::AnyBuffer& output) {
   const ExchangeParams& p = plan.params;
   if (plan.checked.load(std::memory_order_acquire) || (operand.size_bytes() == p.operand_units * p.unit_bytes &&
@@ -19,8 +20,8 @@ ffi::Error CheckBytes(const ExchangePlan& plan, const ffi::AnyBuffer& operand, c
       ", output_units " + std::to_string(p.output_units) + ", unit_bytes " + std::to_string(p.unit_bytes));
 }
 
-// all_to_all: operand -> output. ragged_all_to_all: operand, output, input_offsets, send_sizes, output_offsets,
-// recv_sizes -> output, in the place of the second operand.
+// all_to_all and all_gather: operand -> output. ragged_all_to_all: operand, output, input_offsets, send_sizes,
+// output_offsets, recv_sizes -> output, in the place of the second operand.
 ffi::Error Exchange(cudaStream_t stream, int32_t ordinal, ffi::RunId run, ExchangePlan* plan, ffi::RemainingArgs args,
                     ffi::Result<ffi::AnyBuffer> output) {
   ExchangeParams p = plan->params;
@@ -61,7 +62,7 @@ ffi::Error Exchange(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Exchan
                });
 }
 
-// operand [S_old, ...], sources [R, S_new], active -> output [S_new, ...]
+// move_weights: operand [S_old, ...], sources [R, S_new], active -> output [S_new, ...].
 ffi::Error Move(cudaStream_t stream, int32_t ordinal, ffi::RunId run, MovePlan* plan, ffi::AnyBuffer operand,
                 ffi::BufferR2<ffi::S32> sources, ffi::BufferR1<ffi::PRED> active, ffi::Result<ffi::AnyBuffer> output) {
   ExchangeParams p = plan->params;

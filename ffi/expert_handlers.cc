@@ -34,7 +34,8 @@ bool FormatOf(ffi::DataType values, WeightFormat* format) {
   }
 }
 
-// Fills in the sizes of `p` from a call's first operands, and checks them.
+// Fills in the format and the sizes of `p` from the rows and the first values of a call. Returns success, or an error
+// that names the size that the kernel does not take.
 ffi::Error Decode(const ffi::AnyBuffer& rows, const ffi::AnyBuffer& values, int64_t block_rows, int64_t block_columns,
                   QuantizedRowsParams* p) {
   if (rows.dimensions().size() != 2) return Wrong("the rank of rows", rows.dimensions().size(), "2");

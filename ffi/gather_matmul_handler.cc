@@ -1,10 +1,10 @@
-// The handler of all_gather_matmul: the matmul of this rank's rows runs while the rows of the other ranks travel, and
-// theirs follow one by one.
+// The handler of all_gather_matmul: this rank's rows are multiplied while the rows of the other ranks travel, and each
+// other rank's rows are multiplied when they have arrived.
 //
-// A rank's rows are exchanged in rounds (exchange.cu): in each, a rank sends its rows to one other rank and receives
-// those of that rank. A round is a kernel on the library's stream. XLA's stream multiplies this rank's rows at once,
-// and a peer's rows when their round has ended. Every product goes straight to its place in the result. The matmuls
-// leave the multiprocessors of the rounds that are still to end to them.
+// Rows are exchanged in rounds (cuda_kernels/exchange/gather.cu): in each round a rank sends its rows to one other rank
+// and receives the rows of that rank. A round is a kernel on the library's stream. XLA's stream multiplies this rank's
+// rows at once, and a peer's rows when their round has ended. Every product goes straight to its place in the result.
+// While rounds are still running, a matmul leaves the multiprocessors of a round to them.
 #include <vector>
 
 #include "cuda_kernels/kernels.h"
@@ -15,7 +15,7 @@
 namespace xen_moe {
 namespace {
 
-// Rounds in which some rank has a peer.
+// Returns the first round in which some rank has a peer: with two ranks, none has one in round 0.
 int FirstRound(int ranks) { return ranks == 2 ? 1 : 0; }
 
 int64_t RowsOf(const GatherMatmulPlan& plan) { return static_cast<int64_t>(plan.params.operand_units); }
@@ -23,7 +23,7 @@ Matmul ShapeOf(const GatherMatmulPlan& plan) {
   return {nullptr, nullptr, nullptr, RowsOf(plan), plan.columns, plan.depth, kDtypes[plan.dtype_code]};
 }
 
-// x [T, K], w [K, N] -> out [R * T, N], gathered [R * T, K] (scratch: this rank's rows are not in it), workspace.
+// x [T, K], w [K, N] -> out [R * T, N], gathered [R * T, K] (scratch without this rank's rows), workspace (of cuBLAS).
 ffi::Error GatherMatmul(cudaStream_t stream, int32_t ordinal, ffi::RunId run, GatherMatmulPlan* plan, ffi::AnyBuffer x,
                         ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> gathered,
                         ffi::Result<ffi::AnyBuffer> workspace) {
@@ -79,7 +79,7 @@ ffi::Error GatherMatmul(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Ga
       multiply(p.output + peer * rows * depth * 2, peer, all_sms - busy);
     }
     if (!error.success()) return EndRun(ordinal, stream, run, error);
-    // This rank's rows were multiplied before the group failed.
+    // The products of this rank's rows do not show a failure of the group, and nor do those of rounds before it.
     const int code = LaunchPoison((*member)->mailbox, result, out->size_bytes(), p.poison, p.ranks, stream);
     error = Launched(ordinal, code);
   } catch (const MemoryError& e) {
@@ -89,6 +89,7 @@ ffi::Error GatherMatmul(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Ga
   return error.success() ? error : EndRun(ordinal, stream, run, error);
 }
 
+// Makes the plan, and prepares cuBLAS on every GPU of this process that runs it.
 ffi::ErrorOr<std::unique_ptr<GatherMatmulPlan>> Instantiate(ffi::Dictionary dictionary) {
   auto plan = MakePlan<GatherMatmulPlan>(dictionary);
   if (!plan.has_value() || (*plan)->workspace == nullptr) return plan;

@@ -14,8 +14,8 @@ ffi::TypeId GatherMatmulPlan::id = {};
 
 namespace {
 
-// All integer attributes: name, field, smallest and largest value. xen_moe_jax/backends/cuda/call.py and collectives.py
-// write them; a bool is 0 or 1.
+// All integer attributes: name, field, smallest and largest value. call.py, collectives.py and gather_matmul.py in
+// xen_moe_jax/backends/cuda/ write them; a bool is 0 or 1.
 constexpr int64_t kIntMax = std::numeric_limits<int32_t>::max();
 constexpr int64_t kInt64Max = std::numeric_limits<int64_t>::max();
 

@@ -165,7 +165,7 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Combine
   return Run(*plan, &p, ordinal, stream, run, p.out, LaunchCombine);
 }
 
-// y, topk_idx, positions, recv_counts, active, home, topk_weights -> out
+// A combine by home: y, topk_idx, positions, recv_counts, active, home, topk_weights -> out
 ffi::Error HomeCombine(cudaStream_t stream, int32_t ordinal, ffi::RunId run, HomeCombinePlan* plan, ffi::AnyBuffer y,
                        Ints2 topk_idx, Ints3 positions, Ints2 recv_counts, Bools active, Ints2 home,
                        Floats2 topk_weights, ffi::Result<ffi::AnyBuffer> out) {

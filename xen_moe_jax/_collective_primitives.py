@@ -20,6 +20,7 @@ ragged_all_to_all_p = declare("ragged_all_to_all", _shapes.ragged_all_to_all)
 
 
 def _all_gather_by_xla(x: jax.Array, **params: Any) -> jax.Array:
+    """The operation by `jax.lax.all_gather`, for backends without one of their own."""
     call = Exchange(**params)
     gather = functools.partial(lax.all_gather, axis_name=call.axis_name, axis_index_groups=call.groups)
     if call.wire is None:
@@ -28,7 +29,7 @@ def _all_gather_by_xla(x: jax.Array, **params: Any) -> jax.Array:
 
 
 all_gather_p = declare("all_gather", _shapes.all_gather, otherwise=_all_gather_by_xla)
-"""`concat_axis` is the argument `axis`. A wire is straight-through: tangents and cotangents travel as they are."""
+"""`concat_axis` is the argument `axis`. A wire is straight-through: tangents and cotangents are not quantized."""
 
 
 def _all_gather_jvp(primals: Any, tangents: Any, **params: Any) -> Any:

@@ -35,6 +35,12 @@ def all_to_all(
         concatenated.
       axis_name, split_axis, concat_axis, axis_index_groups, tiled: as in `jax.lax.all_to_all`.
       config: tuning; never changes the result.
+
+    Returns:
+      An array of the dtype of `x`, or a pytree of such arrays, with the shapes of `jax.lax.all_to_all`.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong, or the call is not inside `jax.shard_map` over `axis_name`.
     """
     caller = "all_to_all"
     config = _validate.config(config, caller)
@@ -65,8 +71,8 @@ def all_to_all(
 
 
 def _inside_vmap(x: Any, axis_name: Any, split_axis: int, concat_axis: int, axis_index_groups: Any, tiled: bool) -> Any:
-    """Handles an axis that an enclosing `vmap` names: parts change places inside a device, and JAX's own operation does
-    this."""
+    """Exchanges over an axis that an enclosing `vmap` names, by JAX's own operation: the parts change places inside a
+    device."""
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     with _mesh.varying_unchecked(names):
         return jax.lax.all_to_all(
@@ -75,8 +81,11 @@ def _inside_vmap(x: Any, axis_name: Any, split_axis: int, concat_axis: int, axis
 
 
 def _key_data(x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """Returns the numbers of an array of PRNG keys, behind its own dimensions, and the function that makes keys of them
-    again."""
+    """Returns the data of an array, and a function that makes an array like `x` of such data.
+
+    The data of PRNG keys are their numbers, which have further dimensions behind those of `x`. For every other array,
+    the data are the array itself.
+    """
     if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x, lambda out: out
     implementation = jax.random.key_impl(x)
@@ -100,13 +109,16 @@ def all_gather(
     Its gradient is `jax.lax.psum_scatter`.
 
     Args:
-      x: array or pytree of arrays, of one shape on all ranks. Without `tiled` they are stacked along a new `axis`, with
-        `tiled` they are concatenated along an old one.
-      axis_name, axis_index_groups, axis, tiled, to: as in `jax.lax.all_gather`. With `to` other than "varying" it is
-        JAX's own operation.
+      x: array or pytree of arrays, of one shape on all ranks. Without `tiled` the arrays of all ranks are stacked along
+        a new `axis`; with `tiled` they are concatenated along an old one.
+      axis_name, axis_index_groups, axis, tiled, to: as in `jax.lax.all_gather`. With `to` other than "varying", JAX's
+        own operation gathers.
       wire: None, or the format in which float arrays travel, as in `dispatch`: every rank's part, this rank's too, is
-        quantized in blocks along its last dimension. Gradients are straight-through and travel as they are.
+        quantized in blocks along its last dimension. Gradients are straight-through and travel in their own dtype.
       config: tuning; never changes the result.
+
+    Returns:
+      An array of the dtype of `x`, or a pytree of such arrays, with the shapes of `jax.lax.all_gather`.
 
     Raises:
       ValueError, TypeError: an argument is wrong, or the call is not inside `jax.shard_map` over `axis_name`.
@@ -170,15 +182,19 @@ def ragged_all_to_all(
       operand: `[N, ...]`, rows to send. output: `[M, ...]`, same trailing shape and dtype: the result where nothing
         arrives.
       input_offsets, send_sizes, output_offsets, recv_sizes: integer `[R]`. `output_offsets[p]` counts rows of rank
-        `p`'s output; `recv_sizes[s]` counts the rows that source `s` sends here. `[n * R]` for `n` segments for each
-        peer, those of a peer side by side: they are `n` exchanges one after the other, so one segment for each peer is
-        the fastest.
+        `p`'s output; `recv_sizes[s]` counts the rows that source `s` sends here. They are `[n * R]` for `n` segments
+        for each peer, with the segments of a peer side by side. These are `n` exchanges, one after the other, so one
+        segment for each peer is the fastest.
       axis_name, axis_index_groups: as in `jax.lax.ragged_all_to_all`.
       config: tuning; never changes the result.
 
     Returns:
-      `[M, ...]`. Rows outside `operand` or `output` are neither read nor written. If two sources write one row with
-      the same of their segments, either may win; else the later segment does.
+      `[M, ...]`. Rows outside `operand` or `output` are neither read nor written. If two sources write one row by
+      segments of the same number, either may win; by segments of different numbers, the later segment wins.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong, or the call is not inside `jax.shard_map` over `axis_name`.
+      NotImplementedError: `axis_name` is an axis of an enclosing `jax.vmap`.
     """
     caller = "ragged_all_to_all"
     config = _validate.config(config, caller)

@@ -20,19 +20,20 @@ from xen_moe_jax._primitive import declare
 def all_gather_matmul(x: jax.Array, w: jax.Array, axis_name: Any, *, config: KernelConfig | None = None) -> jax.Array:
     """`all_gather(x, axis_name, tiled=True) @ w`. Call it inside `jax.shard_map`.
 
-    The CUDA backend multiplies large operands (`KernelConfig.mode="throughput"`: all) rank by rank: this rank's rows
-    while the others' travel, theirs as they arrive. Gradients are a matmul whose result is reduced and scattered
-    (`jax.lax.psum_scatter`), and a matmul of the rows, which are gathered again.
+    The CUDA backend multiplies large operands (with `KernelConfig.mode="throughput"`: all) rank by rank: this rank's
+    rows while the other ranks' rows travel, and each other rank's rows when they have arrived. The gradient of `x` is a
+    matmul whose result is reduced and scattered (`jax.lax.psum_scatter`); the gradient of `w` is a matmul of the rows,
+    which are gathered again.
 
     Args:
       x: `[T, ..., H]`, this rank's rows; `T` is the same on every rank.
-      w: `[H, N]`, this rank's weights. Operands of two dtypes are promoted as in `jnp.matmul`.
-      axis_name: mesh axis, or axes, whose ranks' rows are gathered.
+      w: `[H, N]`, this rank's weights. Operands of two dtypes are promoted to one dtype.
+      axis_name: mesh axis, or axes, whose ranks' rows are gathered, in the order of the ranks.
       config: tuning; never changes the meaning.
 
     Returns:
-      `[R * T, ..., N]`, with the bits of the composition where a row's sum is made in one order whatever the number of
-      rows, as cuBLAS makes it for large operands.
+      `[R * T, ..., N]` of the promoted dtype. It has the bits of the composition where a matmul adds up the products of
+      a row in the same order for any number of rows, as cuBLAS does for large operands.
 
     Raises:
       ValueError, TypeError: an argument is wrong, or the call is not inside `jax.shard_map` over `axis_name`.
@@ -56,12 +57,13 @@ def all_gather_matmul(x: jax.Array, w: jax.Array, axis_name: Any, *, config: Ker
 
 
 def _gathered(x: jax.Array, **params: Any) -> jax.Array:
+    """`x [T, H]` of every rank -> `[R * T, H]`."""
     (rows,) = all_gather_p.bind(x, concat_axis=0, tiled=True, wire=None, **params)
     return rows
 
 
 def composed(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
-    """The operation as its two parts."""
+    """The operation as an all_gather and a matmul, for backends without it: `x [T, H]`, `w [H, N]` -> `[R * T, N]`."""
     return jnp.matmul(_gathered(x, **params), w)
 
 

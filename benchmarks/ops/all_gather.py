@@ -1,4 +1,4 @@
-"""`xm.all_gather` and `xm.all_gather_matmul` beside JAX's own, in jitted loops.
+"""`xm.all_gather` (in jitted loops) and `xm.all_gather_matmul` (call by call) beside JAX's own operations.
 
 python -m benchmarks all-gather --platform gpu --json benchmarks/results/all_gather.json
 """
@@ -24,11 +24,14 @@ from benchmarks.lib import report
 from xen_moe_jax.tuning import arguments
 
 WINDOWED = {"xla_gpu_threshold_for_windowed_einsum_mib": 0, "xla_gpu_multi_streamed_windowed_einsum": True}
-"""XLA's own collective matmul: the partitioner cuts the product of a gathered operand into steps."""
+"""Flags for XLA's own collective matmul: the partitioner cuts the product of a gathered operand into steps."""
 
 
 def repeated(step: Callable[..., jax.Array], inner: int, unroll: int) -> Callable[..., jax.Array]:
-    """`step(x, *fixed)` `inner` times, each on an `x` in which one element is of the result before."""
+    """Returns a function that calls `step(x, *fixed)` `inner` times, `unroll` times in each turn of a loop.
+
+    One element of each `x` comes from the result of the call before, so that XLA can neither merge nor reorder calls.
+    """
 
     def calls(x: jax.Array, *fixed: jax.Array) -> jax.Array:
         def turn(_: Any, x: jax.Array) -> jax.Array:
@@ -44,7 +47,10 @@ def repeated(step: Callable[..., jax.Array], inner: int, unroll: int) -> Callabl
 
 
 def microseconds(programs: dict[str, tuple[Any, tuple[Any, ...]]], inner: int, repeats: int) -> dict[str, list[float]]:
-    """Microseconds of a step of each compiled loop, in ascending order; repeats are interleaved."""
+    """Returns the times of each program in ascending order, in microseconds for each of its `inner` calls.
+
+    The programs take turns in every repeat, and the first turn of each is not counted.
+    """
     times: dict[str, list[float]] = {name: [] for name in programs}
     for repeat in range(repeats + 1):
         for name, (program, operands) in programs.items():
@@ -56,6 +62,7 @@ def microseconds(programs: dict[str, tuple[Any, tuple[Any, ...]]], inner: int, r
 
 
 def _compiled(lowered: list[Any]) -> list[Any]:
+    """Compiles the programs side by side."""
     with futures.ThreadPoolExecutor(8) as pool:
         return list(pool.map(lambda program: program.compile(), lowered))
 
@@ -70,7 +77,8 @@ def _placed(
 
 
 def gathers(mesh: Any, rows: int, hidden: int, wires: list[str | None], options: Any) -> list[dict[str, Any]]:
-    """Times of gathering `[rows, hidden]` bfloat16 of every rank."""
+    """Returns a record for each way to gather bfloat16 `[rows, hidden]` of every rank: times in microseconds, and the
+    bytes that a rank receives a second."""
     ranks = mesh.size
     x = _placed(mesh, rows, (ranks * rows, hidden), P("ep"))
     ways: dict[str, Callable[..., jax.Array]] = {
@@ -113,7 +121,7 @@ def gathers(mesh: Any, rows: int, hidden: int, wires: list[str | None], options:
 
 
 def _check_gathers(mesh: Any, x: jax.Array, ways: dict[str, Callable[..., jax.Array]]) -> None:
-    """Every way without a wire must give the bits of `jax.lax.all_gather`."""
+    """Raises AssertionError unless every way without a wire gives the bits of `jax.lax.all_gather`."""
 
     def all_equal(x: jax.Array) -> jax.Array:
         expected = lax.all_gather(x, "ep", tiled=True)
@@ -126,9 +134,10 @@ def _check_gathers(mesh: Any, x: jax.Array, ways: dict[str, Callable[..., jax.Ar
 
 
 def matmuls(mesh: Any, shape: Sequence[int], options: Any) -> list[dict[str, Any]]:
-    """Times of `[rows, depth]` of every rank, gathered, times `[depth, columns]`; `shape` has these three sizes.
+    """Returns a record for each way to gather `[rows, depth]` of every rank and to multiply by `[depth, columns]`.
 
-    The host queues calls one after the other, since each lasts longer than the host takes.
+    `shape` has these three sizes. The host queues calls one after the other: a call lasts longer than the host needs to
+    queue it.
     """
     (rows, depth, columns), ranks = shape, mesh.size
     specs: dict[str, Any] = {"in_specs": (P("ep"), P(None, "ep")), "out_specs": P(None, "ep")}
@@ -181,6 +190,8 @@ def matmuls(mesh: Any, shape: Sequence[int], options: Any) -> list[dict[str, Any
 
 
 def _queued(program: Any, calls: int) -> Callable[..., jax.Array]:
+    """Returns a function that queues `program` as many times, and returns the last result."""
+
     def run(*operands: jax.Array) -> jax.Array:
         for _ in range(calls):
             out = program(*operands)
@@ -190,7 +201,7 @@ def _queued(program: Any, calls: int) -> Callable[..., jax.Array]:
 
 
 def _matmul_bits(mesh: Any, x: jax.Array, w: jax.Array, ours: Any, composed: Any) -> float:
-    """The share of elements with the bits of the composition."""
+    """Returns the share of elements with the bits of the composition, on the rank where it is least."""
 
     def equal(x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.mean((ours(x, w) == composed(x, w)).astype(jnp.float32))[None]

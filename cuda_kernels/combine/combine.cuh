@@ -220,6 +220,7 @@ __device__ __forceinline__ void PushItems(const CombineParams& p, CombineShared&
   signaller.Finish();
 }
 
+// Pushes all partial rows that the peers wait for.
 template <class Y, WireType kWire, int kSteps, bool kGeneral, class Way = DirectPush>
 __device__ __forceinline__ void PushPartials(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
                                              uint32_t epoch) {

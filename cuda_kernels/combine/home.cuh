@@ -1,11 +1,13 @@
-// Combine by home: rows are not at their experts' homes, and the result has the bits of a combine of rows that are.
+// Combine by home: experts may have rows on other ranks than their homes, and the result has the bits of a combine in
+// which every row lies at its expert's home.
 //
-// A combine rounds the sum of a token's rows on each rank that holds some. With experts on several ranks, or on other
-// ranks than their homes, other rows would be added before a rounding. What moves: here every row travels by itself and
-// without its weight, to staging row [token][slot] of the token's rank. There the rows of each home are added in slot
-// order in float32 (times their weights) and rounded, and these sums are added in ascending order of the homes. Rows
-// that this rank holds itself are read where they are. Who does it, who waits for whom, and memory order: as in
-// combine.cuh. A rank raises one flag for all rows of a token.
+// An ordinary combine (combine.cuh) rounds one sum for each rank that holds rows of a token. Where an expert has
+// replicas on several ranks, or lies on another rank than its home, such a sum would consist of other rows, and its
+// rounding would differ. What moves: here every row travels by itself and without its weight, to staging row
+// [token][slot] of the token's rank. There the rows of each home are added in slot order in float32 (times their
+// weights) and rounded, and these sums are added in ascending order of the homes. Rows that the token's rank holds
+// itself are read where they are. Who does it, who waits for whom, and memory order: as in combine.cuh. A rank raises
+// one flag for each part of a token, after that part of all rows that it holds of the token.
 #pragma once
 
 #include "cuda_kernels/combine/combine.cuh"
@@ -14,15 +16,17 @@
 namespace xen_moe::XEN_MOE_VARIANT {
 
 struct HomeShared {
-  CombineShared combine;         // `rows`: at least 0: a row of y; below: staging row ~rows of the token
-  bool ends[kWarps][kMaxSlots];  // the next row is of another home
+  CombineShared combine;         // `rows`: an entry of 0 or more is a row of y; a negative one is ~slot, a staging row
+  bool ends[kWarps][kMaxSlots];  // the row is the last one of its home
 };
 
+// Returns where the staging row of a slot of a token begins in the data of the token's rank.
 __device__ __forceinline__ uint64_t HomeRow(const CombineParams& p, int token, int slot) {
   return p.staging.rows + (static_cast<uint64_t>(token) * p.routing.top_k + slot) * p.staging.row_bytes;
 }
 
-// Sends one part of all rows of a token that this rank holds. A row that was dropped is sent as zeros.
+// One warp: sends one part of all rows that this rank holds of a token of another rank. `item` numbers the pairs of a
+// source and a token, times the parts. A row that was dropped is sent as zeros.
 template <class Y>
 __device__ __forceinline__ void PushRows(const CombineParams& p, CombineShared& shared, Signaller& signaller,
                                          int item) {
@@ -54,7 +58,8 @@ __device__ __forceinline__ void PushRows(const CombineParams& p, CombineShared& 
   if (belongs) signaller.Raise(OneRank(source), PartialFlagIndex(p, r.rank, token, part));
 }
 
-// Lists the rows of a token of this rank in the order in which they are added; returns their number.
+// One warp: lists the rows of a token of this rank in the order in which they are added, by ascending home and then by
+// slot. Returns their number. Rows that this rank has dropped are left out.
 __device__ __forceinline__ int ListRows(const CombineParams& p, HomeShared& shared, int token) {
   const Routing& r = p.routing;
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
@@ -101,6 +106,7 @@ __device__ __forceinline__ int ListRows(const CombineParams& p, HomeShared& shar
   return count;
 }
 
+// Adds the rows of this rank's tokens: each warp takes parts of tokens until none is left or the group has failed.
 template <class Y, int kSteps>
 __device__ __forceinline__ void SumByHome(const CombineParams& p, HomeShared& shared, char* ring, uint32_t epoch) {
   static_assert(kMaxSlots == 64, "ListRows keeps two words");

@@ -128,7 +128,7 @@ struct CombineParams {
   const int* positions;  // [R, T, slots]
   const float* weights;  // [C], or null: unweighted
   void* out;             // [T, H]
-  // A combine with the sums of other ranks than those that hold the rows: combine/home.cuh.
+  // A combine by home (combine/home.cuh), whose sums are those of the homes, wherever the rows are.
   bool by_home;
   const int* home;            // [T, K], the rank as whose row a slot is added; -1: the slot is not used
   const float* topk_weights;  // [T, K], or null: unweighted
@@ -154,7 +154,7 @@ struct ExchangeParams {
   uint64_t chunk_bytes;                                           // multiple of 16
   int ring_chunks;                                                // chunks per (source, lane) in the ring
   int lanes;       // blocks per peer; gather: ways to each peer, kBlockLanes for each block; low_latency: all blocks
-  int round = -1;  // of the rings, this round alone, without this rank's own rows; -1: all rounds
+  int round = -1;  // of an all_gather through rings: the only round to run, without this rank's own rows; -1: all
   uint64_t max_chunks;  // per (source, lane)
   uint64_t unit_bytes;
   uint64_t operand_units, output_units;
@@ -169,7 +169,7 @@ struct ExchangeParams {
   // move_weights: the unit of the operands, rank * operand_units + its number, that each of the `output_units` units of
   // every rank gets, [R, output_units]; -1: the unit gets zeros, -2: bytes `lost`, -3: it is not written. Else null.
   const int* sources;
-  bool by_table;  // `sources` will be given
+  bool by_table;  // move_weights: every launch gives `sources`
   uint8_t lost;
 };
 

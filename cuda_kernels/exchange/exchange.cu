@@ -1,15 +1,16 @@
 // all_to_all and ragged_all_to_all: contiguous bytes from every rank to every other, through rings in the staging
-// areas. And move_weights: units of every rank to the ranks that a table names, one after another.
+// areas. And move_weights: units of every rank to the ranks that a table names, where the message to a rank consists of
+// the units for it, one after another.
 //
 // What moves: the message to rank p is divided into chunks; lane j of `lanes` carries chunks j, j + lanes, ... Who does
-// it: one half of a block copies chunks into ring slots at rank p and raises their flags; the other half copies what p
-// has sent on the same lane to the output and returns credits. The ring bounds the symmetric memory, whatever the
-// message size. Who waits for whom: a receiver waits for chunks (and, ragged, for the sender's offsets), a sender for
-// the credit of the chunk that used the slot before. In round k, rank r is paired with rank (k - r) mod R; blocks claim
-// (round, lane) in ascending order. So every wait ends, with any number of resident blocks: the smallest unfinished
-// pair of a lane has been claimed by a running block on both its ranks, and either half of the block waits only for the
-// other rank's. Memory order: as in dispatch.cuh; a credit is released after the half block has read the slot. After a
-// failed wait nothing more is stored at a peer.
+// it: one half of a block copies chunks into ring slots at rank p and raises their flags; the other half copies the
+// chunks that p has sent on the same lane to the output and returns credits. The ring bounds the symmetric memory,
+// whatever the message size. Who waits for whom: a receiver waits for chunks (and, ragged, for the sender's offsets), a
+// sender for the credit of the chunk that used the slot before. In round k, rank r is paired with rank (k - r) mod R;
+// blocks claim (round, lane) in ascending order. So every wait ends, with any number of resident blocks: the smallest
+// unfinished pair of a lane has been claimed by a running block on both its ranks, and either half of the block waits
+// only for the other rank's. Memory order: as in dispatch.cuh; a credit is released after the half block has read the
+// slot. After a failed wait nothing more is stored at a peer.
 #include "cuda_kernels/core/claims.cuh"
 #include "cuda_kernels/core/launch.cuh"
 #include "cuda_kernels/core/operation.cuh"
@@ -99,13 +100,13 @@ __device__ __forceinline__ uint32_t* MessageFlag(const ExchangeParams& p, const 
   return reinterpret_cast<uint32_t*>(run.half[target] + p.message_flags) + source;
 }
 
-// A chunk at one of its ends.
+// Where a chunk lies at its sender or at its receiver.
 struct Chunk {
-  uint64_t at;  // in the operand or in the output
+  uint64_t at;  // the first byte in the operand (at the sender) or in the output (at the receiver)
   uint64_t bytes;
 };
 
-// The chunks that one lane carries of `bytes` contiguous bytes from `first` on.
+// The chunks that one lane carries of `bytes` contiguous bytes from byte `first` on.
 struct ContiguousChunks {
   uint64_t first, bytes, chunk_bytes, lanes, lane;
   uint64_t count;
@@ -120,8 +121,8 @@ struct ContiguousChunks {
   }
 };
 
-// The chunks that one lane carries of the units that `target` gets from `source`, one unit after another. Ask for them
-// in ascending order. kSending: places in the operand, else in the output.
+// The chunks that one lane carries of the units that `target` gets from `source`, one unit after another. The caller
+// asks for them in ascending order. kSending: the chunks' places in the operand; otherwise those in the output.
 template <bool kSending>
 struct UnitChunks {
   const ExchangeParams& p;
@@ -188,7 +189,8 @@ __device__ __forceinline__ bool Send(const ExchangeParams& p, const Running& run
   return SendChunks(p, run, target, lane, ContiguousChunks(p, first * p.unit_bytes, bytes, lane));
 }
 
-// Receives one lane from `source`. `fits`: else the chunks are dropped. Returns false if the group has failed.
+// Receives one lane from `source`. Without `fits` the chunks are awaited and dropped. Returns false if the group has
+// failed.
 template <class Chunks>
 __device__ __forceinline__ bool ReceiveChunks(const ExchangeParams& p, const Running& run, int source, int lane,
                                               bool fits, Chunks chunks) {
@@ -236,8 +238,8 @@ __device__ __forceinline__ bool Receive(const ExchangeParams& p, const Running& 
   return ReceiveChunks(p, run, source, lane, Fits(p, message), ContiguousChunks(p, to, bytes, lane));
 }
 
-// Copies one lane of the units that this rank gets from itself, and fills those that it gets from no rank. Both halves
-// of the block do it, a chunk each in turn.
+// Copies one lane of the units that this rank gets from itself, and fills the units that it gets from no rank. The
+// halves of the block take chunks in turn.
 __device__ __forceinline__ void CopyOwnUnits(const ExchangeParams& p, int lane) {
   UnitChunks<true> from(p, p.rank, p.rank, lane);
   UnitChunks<false> to(p, p.rank, p.rank, lane);

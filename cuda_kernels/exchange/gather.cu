@@ -3,8 +3,8 @@
 //
 // What moves: the operand is divided into chunks; lane j of `lanes` carries chunks j, j + lanes, ... to rank p. Who
 // does it: a block has kBlockLanes lanes, with a warp that sends and a warp that receives for each. The sender copies
-// chunks into ring slots at rank p and raises their flags; the receiver copies what p has sent on the same lane to the
-// output and returns credits. A warp that waits for a fence or a flag leaves its multiprocessor to the others. Who
+// chunks into ring slots at rank p and raises their flags; the receiver copies the chunks that p has sent on the same
+// lane to the output and returns credits. While a warp waits for a fence or a flag, the block's other warps copy. Who
 // waits for whom: a receiver waits for chunks, a sender for the credit of the chunk that used the slot before. In round
 // k, rank r is paired with rank (k - r) mod R; blocks claim (round, lanes) in ascending order. So every wait ends, with
 // any number of resident blocks: the smallest unfinished pair has been claimed by a running block on both its ranks,
@@ -21,7 +21,8 @@ namespace {
 constexpr int kBlockThreads = 2 * kBlockLanes * 32;  // the first half of the warps sends, the second receives
 
 __device__ __forceinline__ bool Leads() { return (threadIdx.x & 31) == 0; }
-// Evaluates `wait()` in lane 0, and returns its result to all lanes, which may then rely on what it has acquired.
+// Evaluates `wait()` in lane 0, and returns its result to all lanes, which may then read the data that lane 0 has
+// acquired.
 template <class Wait>
 __device__ __forceinline__ bool LeaderWaits(Wait wait) {
   bool good = true;
@@ -29,7 +30,7 @@ __device__ __forceinline__ bool LeaderWaits(Wait wait) {
   return __shfl_sync(0xFFFFFFFFu, good, 0);
 }
 
-// All lanes of a warp.
+// All lanes of a warp call it: copies vectors of type Vec, and the bytes after the last whole vector one by one.
 template <class Vec>
 __device__ __forceinline__ void CopyVectors(char* to, const char* from, uint64_t bytes) {
   constexpr int kInFlight = 8;
@@ -49,6 +50,7 @@ __device__ __forceinline__ void CopyVectors(char* to, const char* from, uint64_t
   }
   for (uint64_t b = n * sizeof(Vec) + (threadIdx.x & 31); b < bytes; b += 32) to[b] = from[b];
 }
+// All lanes of a warp call it: copies by the widest vectors that the alignment of both addresses allows.
 __device__ __noinline__ void CopyBytes(char* to, const char* from, uint64_t bytes) {
   const uint64_t both = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from);
   if (both % 16 == 0) {
@@ -61,9 +63,9 @@ __device__ __noinline__ void CopyBytes(char* to, const char* from, uint64_t byte
 }
 
 struct Lane {
-  uint32_t* chunk_flags;   // at the receiver
-  uint32_t* credit_flags;  // at the sender
-  char* ring;              // at the receiver
+  uint32_t* chunk_flags;   // at the receiver, one for each chunk
+  uint32_t* credit_flags;  // at the sender, one for each chunk
+  char* ring;              // at the receiver, `ring_chunks` slots
 };
 // Returns lane `lane` from `source` to `target`; both ranks compute the same.
 __device__ __forceinline__ Lane LaneOf(const ExchangeParams& p, const Running& run, int source, int target, int lane) {
@@ -118,7 +120,7 @@ __device__ __forceinline__ bool Receive(const ExchangeParams& p, const Running& 
   return true;
 }
 
-// One warp: copies one lane of this rank's own rows.
+// One warp: copies the chunks that one lane has of this rank's own rows to the output.
 __device__ __forceinline__ void CopyOwn(const ExchangeParams& p, int lane) {
   const uint64_t bytes = p.operand_units * p.unit_bytes;
   char* const to = p.output + static_cast<uint64_t>(p.rank) * bytes;
@@ -155,7 +157,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) GatherKernel(const __grid_co
   });
 }
 
-// Fills a result that other kernels have computed, if the group has failed.
+// Fills `out`, a result that kernels without poisoning have computed, if the group of `mailbox` has failed.
 __global__ void __launch_bounds__(kThreads)
     PoisonKernel(const Mailbox* mailbox, char* out, uint64_t bytes, uint8_t poison) {
   if (LoadRelaxedSystem(&mailbox->failure)) FillBytes(out, bytes, poison, blockIdx.x, gridDim.x);

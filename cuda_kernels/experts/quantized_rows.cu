@@ -1,5 +1,5 @@
 // Rows of groups times weights that are read in the format in which checkpoints ship them: fp8 or int8 with float
-// scales of blocks, or MXFP4. For few rows a group, where the time is that of reading the weights.
+// scales of blocks, or MXFP4. For groups of few rows, for which reading the weights takes most of the time.
 //
 // What moves: weights and rows from global memory into a ring of stages in shared memory; weights from there into
 // registers, where they become bf16; sums back to global memory. A tile is up to 64 rows of one group and 256 columns
@@ -37,7 +37,8 @@ constexpr int kWarpgroups = 4;  // that multiply, 64 columns each
 constexpr int kColumns = 64 * kWarpgroups;
 constexpr int kLoaders = 128;  // threads, of which one requests loads
 constexpr int kThreads = 128 * kWarpgroups + kLoaders;
-// Registers of a thread. They add up to what a block of this size has at its launch, 96 for each.
+// Registers of a thread that loads and of one that multiplies. In sum they are the registers with which a block of this
+// size is launched, 96 a thread.
 constexpr int kLoadRegisters = 64, kMultiplyRegisters = 104;
 constexpr int kFp4Block = 32;     // elements along the depth with one exponent
 constexpr int kStageDepth = 128;  // elements of the contracted dimension
@@ -68,11 +69,12 @@ struct Tile {
   int group, row, count, column, matrix;
 };
 
-// The groups' rows in tiles: sums up to each group.
+// For each group, the number of tiles of rows, and of rows, of all groups up to and including it.
 struct Groups {
   int tiles_up_to[kMaxWeightGroups], rows_up_to[kMaxWeightGroups];
 };
 
+// A place in the ring of stages, and the parity of the phase of its barriers.
 struct Slot {
   int index = 0;
   uint32_t phase = 0;
@@ -123,7 +125,8 @@ __device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uin
       "l"(map), "r"(SharedAddress(barrier)), "r"(x), "r"(y), "r"(z)
       : "memory");
 }
-// Loads units of eight rows of 16 bytes; `from`: this lane's chunk of a row among the first 32.
+// Loads units of eight rows of 16 bytes, transposed. `from`: the shared address of this lane's 16 bytes, of row `lane`
+// of the first 32 rows.
 template <int kUnits>
 __device__ __forceinline__ void LoadTransposed(uint32_t (&to)[kUnits], uint32_t from) {
   if constexpr (kUnits == 1) {
@@ -144,7 +147,8 @@ __device__ __forceinline__ void LoadTransposed(uint32_t (&to)[kUnits], uint32_t 
   }
 }
 
-// Registers of a thread: those of a block add up to what it was launched with.
+// TakeRegisters raises the registers of every thread of a warpgroup to kCount, LeaveRegisters lowers them to kCount. In
+// sum a block never has more than at its launch.
 template <int kCount>
 __device__ __forceinline__ void TakeRegisters() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
@@ -163,7 +167,7 @@ __device__ __forceinline__ void AwaitMultiplications() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// sums [64, n] += a [64, 16] (registers) times b [16, n] (shared memory, one row of 128 bytes for each of the n).
+// d [64, n] += a [64, 16] (registers) times b [16, n] (shared memory: a row of 128 bytes for each of the n columns).
 __device__ __forceinline__ void Multiply(float (&d)[4], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
       "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
@@ -199,7 +203,7 @@ __device__ __forceinline__ void Multiply(float (&d)[32], const uint32_t (&a)[4],
         "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-// Keeps reads of sums behind the wait before it.
+// Keeps the compiler from reading the sums before the wait that precedes this call.
 template <int kCount>
 __device__ __forceinline__ void Settle(float (&d)[kCount]) {
 #pragma unroll
@@ -222,7 +226,8 @@ __device__ __forceinline__ uint32_t Times(uint32_t a, uint32_t b) {
   return reinterpret_cast<const uint32_t&>(product);
 }
 
-// Widens a unit of ldmatrix: bytes (k, even column), (k, odd column), (k + 1, even), (k + 1, odd).
+// Widens a unit of ldmatrix: bytes (k, even column), (k, odd column), (k + 1, even), (k + 1, odd). `of_even`, `of_odd`:
+// the scales of the two columns.
 template <WeightFormat kFormat>
 __device__ __forceinline__ void Widen(uint32_t bytes, float of_even, float of_odd, uint32_t* even, uint32_t* odd) {
   float values[4];
@@ -253,7 +258,7 @@ struct Fp4Scales {
   __device__ __forceinline__ static uint32_t Twice(uint32_t exponent) {
     return min(exponent, 128u) * 0x00800080u + 0x3F003F00u;
   }
-  // What an exponent beyond 128 leaves for a second multiplication; 255 is NaN.
+  // The factor, bf16, twice, by which a second multiplication makes up for an exponent beyond 128; 255 gives NaN.
   __device__ __forceinline__ static uint32_t Rest(uint32_t exponent) {
     const uint32_t bits = exponent == 255 ? 0x7FC0u : exponent > 128 ? (exponent - 1) << 7 : 0x3F80u;
     return bits * 0x00010001u;
@@ -307,7 +312,7 @@ struct BlockScales {
   }
 };
 
-// Number of the width of rows that are loaded and multiplied for a tile of `count` rows: 8, 16, 32 or 64.
+// Returns i where 8 << i rows (8, 16, 32 or 64) are loaded and multiplied for a tile of `count` rows.
 __device__ __forceinline__ int RowWidth(int count) { return count <= 8 ? 0 : count <= 16 ? 1 : count <= 32 ? 2 : 3; }
 
 // Requests a tile's stages, one after the other.
@@ -336,7 +341,7 @@ __device__ __forceinline__ void Load(const QuantizedRowsParams& p, const Maps& m
   }
 }
 
-// Widens the elements of `kSteps` wgmma, of which `first` is the first of the stage at `stage`.
+// Widens the elements of kSteps wgmma of the stage at `stage`, from wgmma number `first` of the stage on.
 template <class S, int kSteps>
 __device__ __forceinline__ void WidenSteps(const char* stage, uint32_t weights_at, int own, int first,
                                            BlockScales* scales, int block_rows, uint32_t (&a)[kSteps][4]) {
@@ -426,7 +431,7 @@ __device__ __forceinline__ void MultiplyTile(const QuantizedRowsParams& p, const
   }
 }
 
-// Sums up to each group, by one warp.
+// One warp: fills `groups` from the sizes. Negative sizes count as 0, and rows past the capacity are left out.
 __device__ void CountTiles(const QuantizedRowsParams& p, Groups* groups) {
   const int lane = threadIdx.x & 31;
   int sizes[kMaxWeightGroups / 32];  // all are loaded at once: one load takes as long as all
@@ -456,6 +461,7 @@ __device__ void CountTiles(const QuantizedRowsParams& p, Groups* groups) {
   }
 }
 
+// Returns tile `number`: the columns change fastest, then the matrix, then the rows.
 __device__ __forceinline__ Tile TileAt(const QuantizedRowsParams& p, const Groups& groups, int number, int width) {
   const int across = (p.columns + width - 1) / width;
   const int of_rows = number / (across * p.num_matrices), rest = number % (across * p.num_matrices);
@@ -487,7 +493,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < S::kStages; ++i) InitBarrier(&loaded[i], 1), InitBarrier(&released[i], 4 * kWarpgroups);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  // The kernel before it on its stream has ended: LaunchShape lets this one begin early.
+  // Waits until the kernel before this one on its stream has ended, because LaunchFormat lets this one begin early.
   asm volatile("griddepcontrol.wait;" ::: "memory");
   if (threadIdx.x < 32) CountTiles(p, &groups);
   __syncthreads();
@@ -551,6 +557,7 @@ bool Describe(CUtensorMap* map, const void* data, int bytes, const uint64_t (&si
                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+// Describes all operands. Returns false if the driver refuses one.
 template <class S>
 bool DescribeAll(const QuantizedRowsParams& p, Maps* maps) {
   const uint64_t columns = p.columns, depth = p.depth, groups = p.groups, byte_rows = S::kFp4 ? depth / 2 : depth;
@@ -570,6 +577,8 @@ bool DescribeAll(const QuantizedRowsParams& p, Maps* maps) {
   return true;
 }
 
+// Launches the kernel of a format, with a block for each multiprocessor unless there are fewer tiles. Returns a
+// cudaError_t.
 template <WeightFormat kFormat>
 int LaunchFormat(const QuantizedRowsParams& p, int multiprocessors, cudaStream_t stream) {
   using S = Shape<kFormat>;

@@ -29,8 +29,9 @@ struct QuantizedRowsParams {
   int scale_rows, scale_columns;
 };
 
-// Returns a cudaError_t. It neither allocates nor synchronizes. `depth` is a multiple of 8 (kMxfp4: 32), `columns`
-// of 16.
+// Queues the kernel on `stream` of the current device, a Hopper GPU; returns a cudaError_t. It neither allocates nor
+// synchronizes. `depth` is a positive multiple of 8 (kMxfp4: 32), `columns` of 16. Rows past the last group are not
+// written.
 int LaunchQuantizedRows(const QuantizedRowsParams& params, cudaStream_t stream);
 
 }  // namespace xen_moe

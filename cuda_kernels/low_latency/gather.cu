@@ -38,12 +38,13 @@ struct LowLatencyGather {
   __device__ __forceinline__ char* Round(int on, int source, uint32_t round) const {
     return run.half[on] + run.line_border + (static_cast<uint64_t>(source) * rounds + round) * kRoundBytes;
   }
-  // Where this lane's bytes of a round lie in an operand.
+  // Where this lane's bytes of a round begin in an operand.
   __device__ __forceinline__ uint32_t At(uint32_t round) const { return round * kRoundData + piece.offset; }
+  // Where the rows of `source` begin in the output.
   __device__ __forceinline__ char* Part(int source) const { return p.output + static_cast<uint64_t>(source) * bytes; }
 
-  // Pushes share `share`, by warp `warp` of `warps`. `begin()` runs when the epoch is needed; it returns false if
-  // nothing is to be sent.
+  // Pushes the rounds of share `share` that fall to warp `warp` of `warps`, and copies them to this rank's part of the
+  // output. `begin()` runs when the epoch is needed; it returns false if nothing is to be sent.
   template <class Begin>
   __device__ __forceinline__ void PushShare(int share, int warp, int warps, Begin begin) const {
     const uint32_t end = First(share + 1);
@@ -72,8 +73,8 @@ struct LowLatencyGather {
     }
   }
 
-  // One warp: pushes the shares that no block of this GPU has started. It is not a method of the caller's object, which
-  // would then have to lie in memory.
+  // One warp: pushes the shares that no block of this GPU has started. It is static and makes an object of its own,
+  // because the caller's object would otherwise have to lie in memory.
   static __device__ __noinline__ void AdoptShares(const ExchangeParams& p, const Running& run) {
     const LowLatencyGather work(p, run);
     const int lane = threadIdx.x & 31, shares = static_cast<int>(gridDim.x);
@@ -89,8 +90,8 @@ struct LowLatencyGather {
   }
 
   // One warp: takes its rounds of share `share` of every other rank out of the lines. Returns false if the group has
-  // failed, or, if `*stalled` was false, when it is time to look for shares that no block has started (then it is set
-  // to true).
+  // failed, or, if `*stalled` was false, when it is time to look for shares that no block has started (then `*stalled`
+  // is set to true). `*item`: the first of the rounds that are still to be taken, kept between calls.
   __device__ __forceinline__ bool TakeShare(int share, int warp, bool* stalled, uint32_t* item) const {
     const uint32_t first = First(share), count = First(share + 1) - first;
     const uint32_t items = count * static_cast<uint32_t>(p.ranks - 1);

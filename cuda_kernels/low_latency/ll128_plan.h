@@ -19,7 +19,7 @@ XEN_MOE_ANYWHERE inline int LastLines(uint64_t bytes) {
   const int last = static_cast<int>(bytes - (LineRounds(bytes) - 1) * kRoundData);
   return last >= 112 * (kRoundLines - 1) + 1 ? kRoundLines : (last + 111) / 112;
 }
-// Of a rank's operand in a low-latency gather: 32 bits hold its bytes, and its rounds times the blocks.
+// The most rounds of a rank's operand in a low-latency gather: 32 bits hold its bytes, and its rounds times the blocks.
 constexpr uint64_t kMostGatherRounds = 1 << 22;
 constexpr int kLineCounts = kLineData / 4;  // row counts of a line
 // slots in a token's line: the experts that want the token, and their weights

@@ -39,7 +39,7 @@ CASES = {
 
 
 def quantized(x, block=BLOCK):
-    """float32 `[..., A]` -> values and scales, by the rule in NumPy."""
+    """float32 `[..., A]` -> e4m3 values `[..., A]` and scales `[..., A / block]`, by the kernels' rule in NumPy."""
     blocks = np.asarray(x, np.float32).reshape(*x.shape[:-1], x.shape[-1] // block, block)
     finite = np.isfinite(blocks).all(-1)
     amax = np.maximum(np.abs(np.where(finite[..., None], blocks, 0)).max(-1), np.float32(2.0**-96))
@@ -57,7 +57,7 @@ def rows_of(x):
 
 
 def weights_of(w):
-    """For the product `[L, B, A]` and for the gradient of rows `[L, A, B]`."""
+    """`[L, A, B]` -> the quantized weights for the product, `[L, B, A]`, and for the gradient of rows, `[L, A, B]`."""
     w = padded(w, 1, 2)
     local, a, b = (*w.shape[:1], w.shape[1] // BLOCK, w.shape[2] // BLOCK)
     tiles = w.reshape(local, a, BLOCK, b, BLOCK).swapaxes(2, 3)
@@ -108,7 +108,7 @@ def operands(name):
 
 
 def kernels(name):
-    """Each kernel of a case with its operands."""
+    """Returns each kernel of a case, by its name, with its operands."""
     _, hidden, width, tiles = CASES[name]
     x, gate, up, down, cotangent, sizes = operands(name)
     (gate_p, gate_g), (up_p, up_g), (down_p, _) = (weights_of(w) for w in (gate, up, down))
@@ -154,7 +154,7 @@ def kernels(name):
 
 @functools.cache
 def results(name):
-    """Results of all kernels of a case: they are compiled side by side."""
+    """Returns the results of all kernels of a case, which are compiled side by side."""
 
     def run(case):
         function, given = case
@@ -171,7 +171,7 @@ def groups(sizes):
 
 
 def assert_near(got, exact, bound, name):
-    """Every element within `bound` of the largest one."""
+    """Asserts that every element differs by at most `bound` times the largest magnitude of `exact`."""
     got, scale = np.asarray(got, np.float64), max(np.abs(exact).max(initial=0.0), 1e-6)
     np.testing.assert_allclose(got / scale, exact / scale, atol=bound, rtol=0, err_msg=name)
 
@@ -206,7 +206,7 @@ def test_products(name):
 
 
 def _turned(q):
-    """So that `wide_weights` gives `[L, A, B]`, as they lie."""
+    """Swaps the last two dimensions, so that `wide_weights` of the result gives weights as they lie, `[L, A, B]`."""
     return Quantized(q.values.swapaxes(1, 2), q.scales.swapaxes(1, 2))
 
 
@@ -228,7 +228,7 @@ def test_contraction(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_quantized_bits(name):
-    """Values to the bit but for ties: a scale may be off by its last bit."""
+    """Quantized values have the bits of the rule in NumPy, except at ties, since a scale may differ in its last bit."""
     sizes, hidden, width, _ = CASES[name]
     x, gate, *_ = operands(name)
     used = sum(sizes)
@@ -252,7 +252,8 @@ def test_quantized_bits(name):
 
 
 def test_nan_and_infinity():
-    """A row with one in a block of 128 gives NaN for that row alone; a column of a block of rows too."""
+    """A NaN or infinity in a row makes NaN of that row of the product alone; in the gradient of its group's weights it
+    makes NaN of the 128 rows of its block alone."""
     sizes = jnp.asarray((100, 60), jnp.int32)
     x = jax.random.normal(jax.random.key(0), (160, 256), jnp.bfloat16).at[3, 5].set(jnp.nan).at[120, 200].set(jnp.inf)
     w = jax.random.normal(jax.random.key(1), (2, 256, 128), jnp.bfloat16) / 16
@@ -275,7 +276,7 @@ def test_nan_and_infinity():
     [((300, 0, 77, 1, 130), 512, 384, "swiglu"), ((200, 9), 200, 72, "clipped_swiglu"), ((64, 64), 320, 448, "relu2")],
 )
 def test_experts_and_their_gradients(sizes, hidden, width, name):
-    """Kernels for whole experts and one by one, beside float32 without quantization."""
+    """Whole experts, and products one by one, are near float32 without quantization, and so are their gradients."""
     activation, used = Activation(name), sum(sizes)
     keys = iter(jax.random.split(jax.random.key(7), 8))
     count = 1 + activation.gated

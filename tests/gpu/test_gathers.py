@@ -1,4 +1,4 @@
-"""all_gather and all_gather_matmul at the sizes that they are for: bits, loops, and calls one after the other."""
+"""all_gather and all_gather_matmul at the sizes of decode and prefill: bits, loops, and calls one after the other."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,8 @@ def placed(mesh, seed, shape, spec, dtype="bfloat16"):
 
 @pytest.mark.parametrize("rows", [1, 16, 128, 640, 4096])
 def test_rows_of_a_loop_are_those_of_this_turn(mesh, rows):
-    """Each turn gathers other rows: an epoch that stood still would give the rows of the turn before."""
+    """Each turn gathers other rows; if the epoch of the kernels did not advance, a turn would get those of the turn
+    before."""
     x = placed(mesh, rows, (2 * rows, 7168), P("ep"))
 
     def body(x):

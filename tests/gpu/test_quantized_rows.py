@@ -1,4 +1,4 @@
-"""Weights read as they are shipped, on a Hopper GPU: products against float64 and against the widened weights."""
+"""Weights in shipped formats, read by a kernel on a Hopper GPU: products beside float64 and beside widened weights."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ SIZES = {
 }
 GROUPS, CAPACITY = 7, 224
 SHAPES = ((256, 512), (352, 272), (1088, 144))
-"""Depth and columns: whole tiles, and ends within a tile and a stage."""
+"""Depth and columns: whole tiles and stages, and such that end within a tile or a stage."""
 
 
 def operands(name, sizes, depth, columns):
-    """Rows, NaN past the last group, the weight and the sizes."""
+    """Returns rows, which are NaN past the last group, the weight and the group sizes."""
     used = sum(sizes)
     rows = np.random.default_rng(used).normal(size=(CAPACITY, depth)).astype(jnp.bfloat16)
     rows[used:] = np.nan
@@ -38,7 +38,7 @@ def operands(name, sizes, depth, columns):
 
 
 def exact(rows, wide, sizes):
-    """The products in float64, and the same of magnitudes."""
+    """Returns the products in float64, and the products of the operands' magnitudes."""
     rows, wide = (np.asarray(a, np.float64) for a in (rows, wide))
     out = np.zeros((rows.shape[0], wide.shape[2]))
     most, start = np.zeros_like(out), 0
@@ -57,7 +57,7 @@ def products(rows, weight, sizes):
 @pytest.mark.parametrize("depth, columns", SHAPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_products(name, depth, columns):
-    """Within the rounding of the result and of float32 sums, at groups of every kind; both of two weights."""
+    """Products with two weights are near those in float64: within the rounding of the result and of float32 sums."""
     for sizes in SIZES.values():
         rows, weight, group_sizes = operands(name, sizes, depth, columns)
         assert quantized.why_not(rows, [weight]) is None
@@ -114,7 +114,7 @@ def test_every_exponent_of_mxfp4(exponent):
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
 def test_every_byte(dtype):
-    """All 256 values of a byte; NaN and infinity reach the products of their columns."""
+    """All 256 values of a byte have the bits of `widen`; NaN and infinity reach the products of their columns alone."""
     values = jnp.tile(jnp.arange(256, dtype=jnp.uint8)[None, None, :], (1, 64, 1))
     values = jax.lax.bitcast_convert_type(values, jnp.dtype(dtype))
     weight = xm.QuantizedWeight(values, jnp.full((1, 1, 256), 0.3, jnp.float32), (64, 1))
@@ -127,7 +127,7 @@ def test_every_byte(dtype):
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "MXFP4"])
 def test_experts_and_gradient_of_rows(name):
-    """The experts read them in both halves; the gradient is that of the widened weights."""
+    """The experts read quantized weights in both halves; value and gradient are near those of the widened weights."""
     sizes = (3, 0, 17, 40)
     rows = jax.random.normal(jax.random.key(0), (72, 256)).astype(jnp.bfloat16)
     gate, group_sizes = quantized_weight(name, len(sizes), 256, 384), jnp.asarray(sizes, jnp.int32)

@@ -1,4 +1,4 @@
-"""The parts of an `all_gather` that do not move anything: what travels, and where it goes in the result."""
+"""The local parts of an `all_gather`: the bytes that travel through a wire, and the arrangement of the result."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from xen_moe_jax._quantize import Wire, from_wire, quantize_arrays
 
 
 def arranged(parts: jax.Array, axis: int, tiled: bool) -> jax.Array:
-    """`[R, ...]`, the parts of all ranks, in the form that `jax.lax.all_gather` gives them: stacked along a new `axis`,
-    or concatenated along an old one."""
+    """Brings `[R, ...]`, the parts of all ranks, into the form of `jax.lax.all_gather`: stacked along a new `axis`, or,
+    if `tiled`, concatenated along an old one."""
     parts = jnp.moveaxis(parts, 0, axis)
     if not tiled:
         return parts
@@ -21,9 +21,10 @@ def arranged(parts: jax.Array, axis: int, tiled: bool) -> jax.Array:
 
 
 def through_wire(gather: Callable[[jax.Array], jax.Array], x: jax.Array, wire: Wire) -> jax.Array:
-    """`[R, *x.shape]`, quantized along the last dimension for the way; values and scales travel as one array of bytes.
+    """Gathers `x` as values of the wire's dtype and their scales: `[R, *x.shape]` of `x.dtype`.
 
-    `gather` returns the arrays of all ranks, `[R, N]` for `[N]`. This rank's own part is rounded as the others are.
+    `x` is quantized in blocks along its last dimension; values and scales travel as one array of bytes. `gather`
+    returns the arrays of all ranks, uint8 `[R, N]` for `[N]`. This rank's own part is rounded as the other parts are.
     """
     payload = quantize_arrays(x, wire)
     as_bytes = [lax.bitcast_convert_type(array, jnp.uint8).reshape(-1) for array in payload]
@@ -31,6 +32,7 @@ def through_wire(gather: Callable[[jax.Array], jax.Array], x: jax.Array, wire: W
     values, scales = jnp.split(came, [as_bytes[0].size], axis=1)
 
     def back(found: jax.Array, like: jax.Array) -> jax.Array:
+        """Makes arrays like `like` of their bytes, `[R, N]`."""
         wide = found.reshape(-1, *like.shape, *([like.dtype.itemsize] if like.dtype.itemsize > 1 else []))
         return lax.bitcast_convert_type(wide, like.dtype)
 

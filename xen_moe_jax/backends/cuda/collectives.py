@@ -21,24 +21,32 @@ from xen_moe_jax.backends.cuda.gather import gather_words
 CHUNK_BYTES = 64 * 1024
 RING_CHUNKS = 4
 MOVE_CHUNK_BYTES = 256 * 1024
-"""A chunk of moved weights: each costs a fence, so that large ones come closer to the rate of the link."""
+"""Bytes of a chunk of moved weights. Each chunk costs a fence, so large chunks come closer to the rate of the link."""
 MOVE_RING_CHUNKS = 3
 MOVE_SMS = 96
-"""Half of the blocks copy the slots that stay on their rank."""
+"""SMs of moved weights: with two ranks, half of the blocks copy the slots that stay on their rank."""
 KEEP = -3
 """Entry of a table for a slot that is not written (`ExchangeParams::sources`)."""
 GATHER_CHUNK_BYTES, GATHER_RING_CHUNKS = 16 * 1024, 2
-"""Chunks of an all_gather, each of whose blocks has `block_lanes` rings."""
+"""Bytes of a chunk of an all_gather, and chunks of a ring: each of its thread blocks has `block_lanes` rings."""
 GATHER_SMS = 96
-"""SMs of an all_gather: half of them only copy this rank's own rows if there are two ranks."""
+"""SMs of an all_gather: with two ranks, half of the blocks copy this rank's own rows."""
 LOW_LATENCY_BYTES = 16 << 20
-"""Most bytes of a gathered array for which mode="auto" takes the low-latency kernels of an all_gather."""
+"""Most bytes of the gathered array, which has the parts of all ranks, for which mode="auto" takes the low-latency
+kernels of an all_gather."""
 ROUND_BYTES = 480
-"""Bytes that a warp moves at once there (cuda_kernels/low_latency/ll128_plan.h)."""
+"""Bytes that a warp of the low-latency kernels moves at once (cuda_kernels/low_latency/ll128_plan.h)."""
 
 
 def attributes(config: KernelConfig, sms: int, ranks: int, pair_bytes: int, dtype: Any, **units: int) -> dict[str, int]:
-    """Integer attributes of an exchange. `pair_bytes`: the largest message between two ranks."""
+    """Integer attributes of an exchange, as ffi/operation.cc decodes them.
+
+    `sms`: of a GPU of the mesh. `pair_bytes`: the largest message between two ranks. `dtype`: of the elements, whose
+    NaN fills a failed result. `units`: attributes that the operation adds or sets.
+
+    Raises:
+      ValueError: the ranks are on several nodes, or there are more than the kernels take.
+    """
     if _nodes.several(ranks, config):
         raise ValueError(
             f"all_to_all, ragged_all_to_all or all_gather in groups of {ranks} ranks with KernelConfig.ranks_per_node="
@@ -127,7 +135,7 @@ def ragged_all_to_all(exchange: Exchange, operand: jax.Array, output: jax.Array,
 
 
 def moves(move: Move, weights: Any) -> bool:
-    """Whether one exchange moves weights like these: within a node, whole bytes, and not empty."""
+    """Returns whether an exchange moves weights like these: within a node, of whole bytes, and not empty."""
     ranks = int(np.prod(move.axis_sizes))
     few = ranks <= module.compiled().max_ranks and not _nodes.several(ranks, move.config)
     return (
@@ -139,7 +147,7 @@ def moves(move: Move, weights: Any) -> bool:
 
 
 def move_weights(move: Move, weights: jax.Array, source: jax.Array, active: jax.Array) -> jax.Array:
-    """`weights [S_old, ...]` and `source int32 [R, S_new]` (`_placement.sources`, or `KEEP`) -> `[S_new, ...]`."""
+    """`weights [S_old, ...]` and `source int32 [R, S_new]` (as `_placement.sources`, or `KEEP`) -> `[S_new, ...]`."""
     mesh = _mesh.lowering_mesh()
     ranks, slots = source.shape
     unit_bytes = int(np.prod(weights.shape[1:], dtype=np.int64)) * weights.dtype.itemsize
@@ -167,9 +175,10 @@ def move_weights(move: Move, weights: jax.Array, source: jax.Array, active: jax.
 
 
 def reduce_gradients(move: Move, gradients: jax.Array, source: jax.Array, active: jax.Array) -> jax.Array:
-    """Adds up `gradients [S_new, ...]` at the slots of `source int32 [R, S_new]`: `[S_old, ...]`.
+    """Adds up `gradients [S_new, ...]` at the slots that `source int32 [R, S_new]` names: `[S_old, ...]`.
 
-    Turn `n` moves the `n`-th replica's gradient to every home. All ranks take as many turns, since all have `source`.
+    Turn `n` moves the gradient of the `n`-th replica of every expert to its home. All ranks take the same number of
+    turns, since all have the same `source`. Sums are in float32.
     """
     ranks = source.shape[0]
     flat, rows = source.reshape(-1), ranks * move.old_slots
@@ -201,7 +210,7 @@ def reduce_gradients(move: Move, gradients: jax.Array, source: jax.Array, active
 
 
 def all_gather(exchange: Exchange, x: jax.Array) -> jax.Array:
-    """Computes `jax.lax.all_gather`; through a wire as `gathered.through_wire` says."""
+    """Computes `jax.lax.all_gather`; with a wire, through it (`gathered.through_wire`)."""
     ranks = _mesh.group_size(exchange.axis_sizes, exchange.axis_index_groups)
 
     def gather(x: jax.Array) -> jax.Array:
@@ -220,7 +229,7 @@ def use_low_latency(config: KernelConfig, ranks: int, operand_bytes: int) -> boo
 
 
 def _within_node(exchange: Exchange, x: jax.Array, ranks: int) -> jax.Array:
-    """`[R, *x.shape]`: every rank stores its operand at every other one."""
+    """`[R, *x.shape]`: every rank stores its operand at every other rank."""
     mesh, config = _mesh.lowering_mesh(), exchange.config
     size = x.size * x.dtype.itemsize
     rows = x.shape[0] if x.ndim > 1 else 1  # as error messages name them
@@ -246,7 +255,11 @@ def _within_node(exchange: Exchange, x: jax.Array, ranks: int) -> jax.Array:
 
 
 def _between_nodes(exchange: Exchange, x: jax.Array) -> jax.Array:
-    """`[R, *x.shape]`, by a dispatch: a row crosses to each node once, and its ranks store it at each other there."""
+    """`[R, *x.shape]`, by a dispatch: a row crosses to each other node once, and the ranks of that node forward it.
+
+    Raises:
+      ValueError: `x` is complex.
+    """
     ranks = _mesh.group_size(exchange.axis_sizes, None)
     if x.dtype == jnp.bool_:
         return _between_nodes(exchange, x.astype(jnp.uint8)).astype(jnp.bool_)

@@ -1,4 +1,4 @@
-"""Combine as an FFI call, and combine by home."""
+"""Combine, and combine by home, as FFI calls."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def combine(
 
 
 def combines_at_home(call: Call, y: Any) -> bool:
-    """Whether a kernel runs `combine_at_home` of rows like `y`."""
+    """Returns whether a kernel runs `combine_at_home` of rows of the length of those of `y`."""
     names, spec = module.compiled(), call.spec
     return not names.no_home_combine(
         ranks=spec.num_ranks,
@@ -76,7 +76,11 @@ def combine_at_home(
     home: jax.Array,
     topk_weights: jax.Array,
 ) -> jax.Array:
-    """`y [C, H]` (padded `[L, R*T, H]`) -> `[T, H]` of `y.dtype`, added by `home int32 [T, K]`."""
+    """`y [C, H]` (padded `[L, R*T, H]`) -> `[T, H]` of `y.dtype`: the rows of each home are added, then these sums.
+
+    `home int32 [T, K]`: the rank at which a slot's expert has its home; -1 where the slot is not used. See
+    cuda_kernels/combine/home.cuh.
+    """
     del weights  # rows are multiplied on their token's rank
     spec, config = call.spec, call.config
     mesh, hidden = _mesh.lowering_mesh(), y.shape[-1]

@@ -1,4 +1,4 @@
-"""Words of every rank on every rank, as one dispatch: it waits for no inactive rank, and fails as a dispatch does."""
+"""Gathers words of all ranks on every rank by one dispatch: it waits for no inactive rank, and fails as a dispatch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from xen_moe_jax.backends.cuda import module
 from xen_moe_jax.backends.cuda.dispatch import dispatch
 
 ROW_WORDS = 1024
-"""Words that travel as one row: a warp copies a row, and many rows keep many warps busy."""
+"""Words that travel as one row. A warp copies a row, so many short rows keep many warps busy."""
 MOST_ROWS = 4096
-"""With more words, rows are longer: between nodes the kernels take 8192 rows of a rank."""
+"""Most rows of a rank; with more words, rows are longer. Between nodes the kernels take 8192 rows of a rank."""
 
 
 def gather_words(call: Call, words: jax.Array, active: Any) -> jax.Array:
-    """int32 `[N]` -> `[R, N]`, zero for an inactive rank: each rank is one expert, which every row names.
+    """int32 `[N]` -> `[R, N]`, zeros for an inactive rank: each rank is an expert, and every row names all experts.
 
-    A row names at most `max_top_k` experts. More ranks gather by a collective of XLA, which waits for all of them.
+    A row names at most `max_top_k` experts. With more ranks, a collective of XLA gathers, which waits for all ranks.
 
     Raises:
       ValueError: there are more ranks than that, and some may be inactive.
@@ -40,7 +40,7 @@ def gather_words(call: Call, words: jax.Array, active: Any) -> jax.Array:
 
 
 def gather_by(dispatch: Any, call: Call, words: jax.Array, active: Any) -> jax.Array:
-    """`gather_words` with the `dispatch` of any backend."""
+    """`gather_words` by the `dispatch` of any backend, for at most as many ranks as a token may name experts."""
     given, ranks = call.spec, call.spec.num_ranks
     size = min(ROW_WORDS * -(-words.size // (ROW_WORDS * MOST_ROWS)), words.size)
     num_rows = -(-words.size // size)
