@@ -117,7 +117,10 @@ void QueueMatmul(int ordinal, cudaStream_t stream, const Matmul& matmul, int sms
   const float one = 1.0f, zero = 0.0f;
   const int type = matmul.dtype == xla::ffi::DataType::BF16 ? kBfloat16 : kFloat16;
   Check(api.set_stream(handle, stream), "cublasSetStream");
-  Check(api.set_workspace(handle, workspace, workspace_bytes), "cublasSetWorkspace");  // setting the stream resets it
+  const auto given = reinterpret_cast<uintptr_t>(workspace);  // XLA aligns to 128 bytes, cuBLAS wants 256
+  const uintptr_t aligned = (given + 255) / 256 * 256;
+  Check(api.set_workspace(handle, reinterpret_cast<void*>(aligned), workspace_bytes - (aligned - given)),
+        "cublasSetWorkspace");  // setting the stream resets it
   Check(api.set_sm_count_target(handle, sms), "cublasSetSmCountTarget");
   // cuBLAS counts by columns: the transposed result is the transposed weights times the transposed rows.
   Check(api.gemm(handle, kNotTransposed, kNotTransposed, matmul.n, matmul.m, matmul.k, &one, matmul.weights, type,

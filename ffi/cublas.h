@@ -19,7 +19,8 @@ struct Matmul {
   const char *rows, *weights;  // [m, k] and [k, n], row-major
   char* out;                   // [m, n]
   int64_t m, n, k;
-  xla::ffi::DataType dtype;  // of all three: BF16 or F16; sums are in float32
+  xla::ffi::DataType
+      dtype;  // of all three: BF16 or F16; products are added up in float32 (cuBLAS may round partial sums)
 };
 
 // Runs a matmul with the sizes and dtype of `shape` (its pointers are not used) on GPU `ordinal` for each number of

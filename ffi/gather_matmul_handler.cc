@@ -47,6 +47,12 @@ ffi::Error GatherMatmul(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Ga
   p.rank = (*member)->rank;
   std::vector<void*> marks;  // of the rounds, in order
   size_t joined = 0;
+  // Counts the mark first: a join that throws has given the mark's event back.
+  const auto join = [&] {
+    const size_t round = joined++;
+    CudaDevices().Join(ordinal, stream, marks[round]);
+    return static_cast<int>(round);
+  };
   try {
     Devices& gpus = CudaDevices();
     const int all_sms = gpus.SmCount(ordinal);
@@ -71,11 +77,10 @@ ffi::Error GatherMatmul(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Ga
       if (first.word) gpus.AwaitBeginning(ordinal, stream, first);
       multiply(p.operand, p.rank, all_sms - ExchangeBlocks(p));
     }
-    for (; joined < marks.size(); ++joined) {
-      gpus.Join(ordinal, stream, marks[joined]);
-      const int peer = (FirstRound(p.ranks) + static_cast<int>(joined) - p.rank + p.ranks) % p.ranks;
+    while (joined < marks.size()) {
+      const int peer = (FirstRound(p.ranks) + join() - p.rank + p.ranks) % p.ranks;
       if (peer == p.rank || !error.success()) continue;
-      const int busy = joined + 1 < marks.size() ? ExchangeBlocks(p) : 0;
+      const int busy = joined < marks.size() ? ExchangeBlocks(p) : 0;
       multiply(p.output + peer * rows * depth * 2, peer, all_sms - busy);
     }
     if (!error.success()) return EndRun(ordinal, stream, run, error);
@@ -84,7 +89,13 @@ ffi::Error GatherMatmul(cudaStream_t stream, int32_t ordinal, ffi::RunId run, Ga
     error = Launched(ordinal, code);
   } catch (const MemoryError& e) {
     error = ToError(e);
-    for (; joined < marks.size(); ++joined) CudaDevices().Join(ordinal, stream, marks[joined]);
+    while (joined < marks.size()) {
+      try {
+        join();
+      } catch (const MemoryError&) {
+        // The GPU is lost; the first error tells more.
+      }
+    }
   }
   return error.success() ? error : EndRun(ordinal, stream, run, error);
 }

@@ -53,7 +53,7 @@ def all_to_all(
         leaf = jnp.asarray(leaf)
         size = _mesh.group_size(sizes, groups)
         split, concat = _validate.axis_numbers(leaf, split_axis, concat_axis, size, tiled, caller)
-        data, wrap = _key_data(leaf)
+        data, wrap = _data(leaf)
         (data,) = _mesh.vary_over([data], names)
         (out,) = all_to_all_p.bind(
             data,
@@ -80,16 +80,29 @@ def _inside_vmap(x: Any, axis_name: Any, split_axis: int, concat_axis: int, axis
         )
 
 
-def _key_data(x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+WHOLE_BYTES = {
+    "int2": "int8",
+    "uint2": "uint8",
+    "int4": "int8",
+    "uint4": "uint8",
+    "float4_e2m1fn": "bfloat16",
+}
+"""What elements of less than a byte, which XLA packs on GPUs, travel as: a dtype that has all their values."""
+
+
+def _data(x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """Returns the data of an array, and a function that makes an array like `x` of such data.
 
-    The data of PRNG keys are their numbers, which have further dimensions behind those of `x`. For every other array,
-    the data are the array itself.
+    The data of PRNG keys are their numbers, which have further dimensions behind those of `x`; those of elements of
+    less than a byte are the same values in a dtype of `WHOLE_BYTES`. For every other array, the data are the array
+    itself.
     """
-    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return x, lambda out: out
-    implementation = jax.random.key_impl(x)
-    return jax.random.key_data(x), lambda out: jax.random.wrap_key_data(out, impl=implementation)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        implementation = jax.random.key_impl(x)
+        return jax.random.key_data(x), lambda out: jax.random.wrap_key_data(out, impl=implementation)
+    if x.dtype.name in WHOLE_BYTES:
+        return x.astype(WHOLE_BYTES[x.dtype.name]), lambda out: out.astype(x.dtype)
+    return x, lambda out: out
 
 
 @jax.named_scope("xen_moe_all_gather")
@@ -146,7 +159,7 @@ def all_gather(
                 f"{caller}: wire={wire.dtype!r} with x {leaf.dtype}{list(leaf.shape)}: only arrays of "
                 f"{_validate.FLOATS} are quantized, along their last dimension: leave the wire out"
             )
-        data, wrap = _key_data(leaf)
+        data, wrap = _data(leaf)
         (data,) = _mesh.vary_over([data], names)
         shape: dict[str, Any] = {
             "axis_sizes": sizes, "axis_index_groups": groups, "concat_axis": place, "tiled": bool(tiled)
@@ -235,8 +248,8 @@ def ragged_all_to_all(
         if not jnp.issubdtype(value.dtype, jnp.integer):
             raise TypeError(f"{caller}: {name} has dtype {value.dtype}: must be an integer dtype")
         offsets.append(value.astype(jnp.int32))
-    operand, wrap = _key_data(operand)
-    output, _ = _key_data(output)
+    operand, wrap = _data(operand)
+    output, _ = _data(output)
     operand, output, *offsets = _mesh.vary_over([operand, output, *offsets], names)
 
     def exchange(output: jax.Array, segment: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.interpreters import ad
 from xen_moe_jax import _mesh, _shapes, _validate
 from xen_moe_jax._collective_primitives import all_gather_p
 from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._jax_internals import varying_axes
 from xen_moe_jax._primitive import declare
 
 
@@ -51,6 +53,9 @@ def all_gather_matmul(x: jax.Array, w: jax.Array, axis_name: Any, *, config: Ker
         return jnp.matmul(lax.all_gather(x, axis_name, tiled=True), w)
     names, sizes = _validate.axes(axis_name, caller, most=8)
     x, w = _mesh.vary_over([x, w], names)
+    if x.size == 0 or w.size == 0:  # XLA refuses to gather along an empty dimension
+        shape = (math.prod(sizes) * x.shape[0], *x.shape[1:-1], w.shape[1])
+        return _mesh.vary(jnp.zeros(shape, dtype), varying_axes(x))
     rows = x.reshape(-1, x.shape[-1])
     (out,) = all_gather_matmul_p.bind(rows, w, axis_name=names, axis_sizes=sizes, axis_index_groups=None, config=config)
     return out.reshape(-1, *x.shape[1:-1], w.shape[1])

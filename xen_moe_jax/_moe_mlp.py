@@ -67,8 +67,9 @@ def moe_mlp(
     The value is that of `dispatch`, two or three grouped matmuls and `combine`, to the last bit, and so are the
     derivatives, except on a Hopper GPU. There the backward pass keeps neither the experts' outputs nor their weighted
     cotangents, so that gradients differ by the rounding of these, and a second derivative is an error that names
-    `ragged_dot`; on an axis of one rank the matmuls read the tokens where they lie. On a TPU few tokens (`config.mode`)
-    take one kernel for all of it, as the Flax layers do (docs/design/tpu.md).
+    `ragged_dot`; on an axis of one rank the matmuls read the tokens where they lie. On a TPU the cotangents of `gate`'s
+    and `up`'s rows are added up in float32 and rounded once, and few tokens (`config.mode`) take one kernel for all of
+    it, as the Flax layers do (docs/design/tpu.md).
 
     It has no start and done halves: work for the time of a transfer goes between the halves of `dispatch` and of
     `combine`, and the experts, which run between the two, are the caller's matmuls then.
@@ -141,7 +142,7 @@ def moe_mlp(
         "alignment": alignment,
     }
     decode = None if chosen else _decode(function, routing, values, topk_idx, weights, config)
-    at_home = active is None and placement is None and balance is None
+    at_home = active is None and placement is None and balance is None and slots_per_rank is None
     if decode is not None and topk_weights is not None and at_home:
         given = {"wire": wire, "combine_wire": combine_wire, "capacity": capacity}
         decode = tpu_decode.adapted(dataclasses.replace(decode, **given), math.prod(values.shape[:-1]))

@@ -336,8 +336,9 @@ def main() -> int:
     }
 
     def write(rows: list[dict[str, Any]]) -> None:
-        if options.json:
-            options.json.write_text(json.dumps(found | {"rows": rows}, indent=1) + "\n")
+        if options.json:  # other commands keep rows in the same file
+            kept = json.loads(options.json.read_text()) if options.json.exists() else {}
+            options.json.write_text(json.dumps(kept | found | {"rows": rows}, indent=1) + "\n")
 
     rows = compare(options.only or list(MODELS), options.variants, write)
     print("\n".join(table(rows)))

@@ -180,8 +180,9 @@ def main() -> None:
         found[name] = measure(SHAPES[name], options.tokens)
         for what, row in found[name].items():
             print(f"{name}, {what}: {row['us median, min, max']}, differing {row['differing']}", flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(found, indent=1) + "\n")
+        if options.json:  # other commands keep rows in the same file
+            kept = json.loads(options.json.read_text()) if options.json.exists() else {}
+            options.json.write_text(json.dumps(kept | found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ template <class Wait>
 __device__ __forceinline__ bool LeaderWaits(Wait wait) {
   bool good = true;
   if (Leads()) good = wait();
+  __syncwarp();  // orders the other lanes' reads behind the flag
   return __shfl_sync(0xFFFFFFFFu, good, 0);
 }
 

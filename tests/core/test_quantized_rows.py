@@ -50,6 +50,13 @@ def test_why_not():
             raise AssertionError(quantized.why_not(rows, weights))
 
 
+def test_few_rows_without_the_kernel_are_told_why(on_hopper):
+    weight = quantized_weight("fp8 blocks", 2, 256, 144)
+    with pytest.warns(UserWarning, match="with few rows widen their quantized weights.*the rows are float16"):
+        assert not quantized.by_kernel("auto", rows_of(8, 256, "float16"), [weight])
+    assert not quantized.by_kernel("auto", rows_of(129, 256), [weight])  # many rows are multiplied so: no warning
+
+
 @pytest.mark.parametrize("name", ["fp8 blocks", "MXFP4"])
 def test_experts_with_few_rows_call_it_twice(name, on_hopper):
     """Once for both projections and once behind the activation, with values and scales and no widened weight."""

@@ -38,7 +38,12 @@ DEFAULT = KernelConfig(backend="pallas")
 
 def supports(rows: Any, weights: Any) -> bool:
     """Returns True on a TPU, for rows `[C, A]` and weights `[L, A, B]` of one dtype that whole tiles cover."""
-    whole = rows.shape[0] % LEAST == 0 and weights.shape[2] % LEAST == 0 and rows.shape[1] % LANES == 0
+    whole = (
+        rows.shape[0] > 0
+        and rows.shape[0] % LEAST == 0
+        and weights.shape[2] % LEAST == 0
+        and rows.shape[1] % LANES == 0
+    )
     return platform() == "tpu" and whole and rows.dtype == weights.dtype and rows.dtype.name in DTYPES
 
 

@@ -9,6 +9,7 @@ weights are widened by XLA and multiplied by the kernels of `hopper`, since each
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,10 +37,23 @@ MOST_GROUPS = 512
 
 
 def by_kernel(grouped_matmul: str | Callable[..., Any], rows: jax.Array, weights: Sequence[Any]) -> bool:
-    """Returns True if the kernel multiplies `rows` by these weights for `grouped_matmul` on this machine."""
-    if grouped_matmul not in ("auto", "hopper") or not all(isinstance(w, QuantizedWeight) for w in weights):
+    """Returns True if the kernel multiplies `rows` by these weights for `grouped_matmul` on this machine.
+
+    It warns, once for each reason, where few rows on a Hopper GPU go without the kernel.
+    """
+    named = grouped_matmul in ("auto", "hopper") and all(isinstance(weight, QuantizedWeight) for weight in weights)
+    if not named or not hopper.on_hopper():
         return False
-    return hopper.on_hopper() and why_not(rows, weights) is None and not_built() is None
+    reason = why_not(rows, weights) or not_built()
+    if reason is not None and 0 < rows.shape[0] <= hopper.FEW_ROWS * weights[0].shape[0]:
+        _warn_once(reason)
+    return reason is None
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    message = "xen_moe_jax: experts with few rows widen their quantized weights in memory in every call, which takes"
+    warnings.warn(f"{message} longer than to read bfloat16: {reason}", stacklevel=2)
 
 
 @functools.cache

@@ -90,6 +90,8 @@ def test_other_calls_keep_their_grouped_matmuls(options):
 
 def test_arguments_are_checked_as_a_dispatch_checks_them():
     x, idx, factors, weights, biases = operands()
+    with pytest.raises(ValueError, match="slots_per_rank=8 without balance"):
+        jax.make_jaxpr(program(KERNEL, slots_per_rank=8))(x, factors, weights, biases, idx)
     with pytest.raises((TypeError, ValueError), match="topk_idx"):
         jax.make_jaxpr(program(KERNEL))(x, factors, weights, biases, idx.astype(jnp.float32))
     with pytest.raises(ValueError, match="topk_weights"):

@@ -63,6 +63,12 @@ def test_cotangents_times_transposed_weights(name):
     assert_bits(np.asarray(out), expected, name)
 
 
+def test_no_rows_have_no_tiles(monkeypatch):
+    monkeypatch.setattr(on_tpu, "platform", lambda: "tpu")
+    rows, weights = jnp.zeros((128, 256)), jnp.zeros((2, 256, 128))
+    assert on_tpu.supports(rows, weights) and not on_tpu.supports(rows[:0], weights)
+
+
 @pytest.mark.parametrize("changes", [{}, {"activation": "relu2"}, {"apply_weights_to": "input"}], ids=str)
 def test_a_layer_has_the_gradients_of_ragged_dot(changes, monkeypatch):
     """On a TPU without tokamax: values to the bit, gradients to the rounding of their sums."""

@@ -142,7 +142,7 @@ def moves(move: Move, weights: Any) -> bool:
         few
         and 0 not in weights.shape
         and move.new_slots > 0
-        and jnp.dtype(weights.dtype).name not in ("int2", "uint2", "int4", "uint4")
+        and jnp.dtype(weights.dtype).name not in ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
     )
 
 
