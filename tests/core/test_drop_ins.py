@@ -312,6 +312,34 @@ def test_wrong_operands_of_gathers(mesh4):
         xm.all_gather_matmul(jnp.zeros((4, 3)), jnp.zeros((3, 4)), "ep")
 
 
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "float4_e2m1fn"])
+def test_elements_of_less_than_a_byte(mesh4, dtype):
+    """GPUs pack them, and on the CPU XLA's own collectives lose half of an int4: here they travel as whole bytes."""
+    x = (np.arange(RANKS * RANKS * 5).reshape(RANKS, RANKS, 5) % 4 - 2 * (dtype[0] != "u")).astype(np.float32)
+
+    def both(x):
+        x = x.astype(dtype)
+        parts = xm.all_gather(x, "ep"), xm.all_to_all(x, "ep", 0, 0)
+        assert all(part.dtype == x.dtype for part in parts)
+        return [part.astype(jnp.float32) for part in parts]
+
+    gathered, exchanged = on(mesh4, both)(x)
+    np.testing.assert_array_equal(gathered, np.broadcast_to(x, (RANKS, *x.shape)))
+    np.testing.assert_array_equal(exchanged, x.swapaxes(0, 1))
+
+
+@pytest.mark.parametrize("rows, depth, columns", [(0, 8, 5), (3, 0, 5), (3, 8, 0)])
+def test_all_gather_matmul_of_nothing(mesh4, rows, depth, columns):
+    def loss(x, w):
+        out = xm.all_gather_matmul(x, w, "ep")
+        return jnp.sum(jnp.sin(out)), out
+
+    x, w = np.ones((RANKS, rows, depth), np.float32), np.ones((RANKS, depth, columns), np.float32)
+    (_, out), gradients = on(mesh4, jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(x, w)
+    assert out.shape == (RANKS, RANKS * rows, columns) and not np.any(out)
+    assert [g.shape for g in gradients] == [x.shape, w.shape] and not any(np.any(g) for g in gradients)
+
+
 def test_all_gather_matmul_as_its_parts(mesh4):
     """Operands of three dimensions and of two dtypes, derivatives of both kinds, and a map over a batch."""
     rng = np.random.default_rng(5)
