@@ -6,6 +6,7 @@ python -m benchmarks all-gather --platform gpu --json benchmarks/results/all_gat
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import sys
 import time
@@ -98,7 +99,7 @@ def gathers(mesh: Any, rows: int, hidden: int, wires: list[str | None], options:
     ways["jax.lax.all_gather"] = functools.partial(lax.all_gather, axis_name="ep", tiled=True)
     ways["the loop alone"] = lambda x: x
     inner = options.inner or (1000 if rows <= 512 else 100)
-    unroll = min(10, inner)
+    unroll = math.gcd(10, inner)
     spec = {"mesh": mesh, "in_specs": P("ep"), "out_specs": P("ep")}
     lowered = [jax.jit(jax.shard_map(repeated(step, inner, unroll), **spec)).lower(x) for step in ways.values()]
     programs = {name: (program, (x,)) for name, program in zip(ways, _compiled(lowered), strict=True)}
