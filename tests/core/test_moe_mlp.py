@@ -382,7 +382,7 @@ def test_functions_may_take_rows_as_they_arrive(mesh4):
             options = {"biases": biases, "wire": "float8_e4m3fn", "return_info": True, "num_experts": EXPERTS}
             return xm.moe_mlp(x, idx, weights, *matrices, axis_name="ep", **options, **hook)
 
-        return on_ranks(mesh4, body)(*place(mesh4, (x, idx, weights, experts)))[0]
+        return jax.jit(on_ranks(mesh4, body))(*place(mesh4, (x, idx, weights, experts)))[0]
 
     for name, function, calls in (("grouped_matmul", matmul, 3), ("experts", doubled, 1)):
         plain = np.asarray(run(x, **{name: function}))
@@ -422,7 +422,7 @@ def test_weights_that_qwix_has_quantized(mesh4):
             scales = np.full((len(values), tile, values.shape[2]), 0.125, np.float32)
             given[name] = xm.QuantizedWeight(values, scales, (values.shape[1] // tile, 1))
         bodies = by_qwix, functools.partial(call, case, return_info=True)
-        one, other = (on_ranks(mesh4, body)(*place(mesh4, (x, idx, weights, given)))[0] for body in bodies)
+        one, other = (jax.jit(on_ranks(mesh4, body))(*place(mesh4, (x, idx, weights, given)))[0] for body in bodies)
         assert_bits(one, np.asarray(other), "moe_mlp")
     with pytest.raises(ValueError, match="gate has zero points: quantize it with weight_calibration_method='absmax'"):
         adopted("gate", QArray(values, scales, scales))
