@@ -1,5 +1,6 @@
 """Members come and go: killed at any moment, let in between two steps, stopped for too long."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -10,6 +11,7 @@ import pytest
 
 from tests.elastic import chaos
 from xen_moe_jax import elastic
+from xen_moe_jax.elastic._rows import GaveUp, Rows
 
 FORK = multiprocessing.get_context("fork")
 
@@ -34,9 +36,8 @@ def test_many_kills():
 
 def count_steps(folder, slot, start_with, words, timeout_s):
     """Runs a rank that counts its steps in `words[2 * slot]`, and sets the next word to 1 if it is evicted."""
-    group = elastic.Group(folder, 3, slot=slot, timeout_s=timeout_s)
-    step = group.join(start_with=start_with, timeout_s=60).step
-    try:
+    with elastic.Group(folder, 3, slot=slot, timeout_s=timeout_s) as group, contextlib.suppress(elastic.Evicted):
+        step = group.join(start_with=start_with, timeout_s=60).step
         while True:
             if (change := group.boundary(step)) is not None:
                 step = change.step
@@ -46,8 +47,7 @@ def count_steps(folder, slot, start_with, words, timeout_s):
                 continue
             step += 1
             words[2 * slot] = step
-    except elastic.Evicted:
-        words[2 * slot + 1] = 1
+    words[2 * slot + 1] = 1
 
 
 @pytest.fixture
@@ -92,12 +92,40 @@ def test_one_that_is_stopped_for_too_long_is_left_out_and_spoils_nothing(ranks):
     os.kill(slow.pid, signal.SIGSTOP)
     before = words[0]
     until(lambda: words[0] > before + 10 and words[4] > before + 10)
+    again = start(1, 1)
+    until(lambda: words[2] > before + 10)
     os.kill(slow.pid, signal.SIGCONT)
     slow.join(30)
     assert slow.exitcode == 0 and words[3] == 1
-    again = start(1, 1)
-    until(lambda: words[2] > before + 10)
+    before = words[2]
+    until(lambda: words[2] > before + 20)
     assert again.is_alive()
+
+
+def never(member, waited_s):
+    raise GaveUp("no wait in this test")
+
+
+def test_the_last_process_of_a_slot_and_the_next_one_write_elsewhere(tmp_path):
+    member, last = (Rows(tmp_path / "rows", slot, 2, {slot: slot}, never) for slot in (0, 1))
+    view = {0: 0, 1: 1}  # number of the claim by slot
+    for rows in (last, member):
+        rows.enter(1, view)
+    with pytest.raises(GaveUp):
+        last.exchange("gather", 7, np.ones(3))
+    np.testing.assert_array_equal(member.exchange("gather", 7, np.zeros(3))[1], np.ones(3))
+    following = Rows(tmp_path / "rows", 1, 2, {1: 2}, never)
+    following.exchange("gather", 7, np.full(3, 4.0))  # it warms up, alone
+    with pytest.raises(GaveUp):
+        last.exchange("gather", 7, np.full(3, 5.0))
+    np.testing.assert_array_equal(member.exchange("gather", 7, np.zeros(3))[1], np.full(3, 5.0))
+    for rows in (following, member):
+        rows.enter(2, {0: 0, 1: 2})
+    for rows, value in ((following, 6.0), (last, 7.0)):
+        with pytest.raises(GaveUp):
+            rows.exchange("gather", 7, np.full(3, value))
+    np.testing.assert_array_equal(member.exchange("gather", 7, np.zeros(3))[1], np.full(3, 6.0))
+    assert sorted(path.name.split(".")[1] for path in (tmp_path / "rows").glob("1.*")) == ["2"]
 
 
 def test_all_die_and_the_next_ones_begin_anew(ranks):

@@ -44,7 +44,7 @@ class Board:
         self.words = map_file(self.folder / "board", BOARD_BYTES).cast("Q")
         with self.locked():
             if not (self.folder / "state.json").exists():
-                self.write({"slots": slots, "proposal": 0, "members": {}, "claims": {}})
+                self.write({"slots": slots, "proposal": 0, "claimed": 0, "members": {}, "claims": {}})
             found = self.read()["slots"]
         if found != slots:
             raise ValueError(f"elastic.Group: slots={slots}: the group in {self.folder} has {found}")

@@ -114,7 +114,9 @@ class Group:
         self._board = Board(folder, self.num_ranks)
         self._membership = Membership(self._board, self.num_ranks, slot, self._timeout_s)
         self.rank = self._membership.slot
-        self._rows = Rows(self._board.folder / "rows", self.rank, self.num_ranks, self._check_wait)
+        self._rows = Rows(
+            self._board.folder / "rows", self.rank, self.num_ranks, self._membership.claims(), self._check_wait
+        )
         self._base = self.placement = placement
         self._held = None if placement is None else placement.experts[self.rank].copy()
         self._failure = ""
@@ -230,7 +232,7 @@ class Group:
         while self._base is not None and self._room() < self._base.num_experts:
             settled = self._membership.settle_with_more(settled, ROOM_S)
             joined, lost = (*joined, *settled.joined), (*lost, *settled.lost)
-        self._rows.enter(settled.number, settled.members)
+        self._rows.enter(settled.number, self._membership.claims())
         self._failure = ""
         fetch: tuple[tuple[int, int], ...] = ()
         if self._base is not None:

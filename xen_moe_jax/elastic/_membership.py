@@ -5,6 +5,9 @@ number under the group's lock; every process that the proposal names *arrives*, 
 arrived. If one of them dies meanwhile, or does not come in time, a further proposal leaves it out. Operations of
 different views never meet, because the mark of each row names its view. A process that a proposal leaves out learns
 that before its next operation ends, and no member reads rows of it.
+
+A process takes its slot by a *claim*, which has a number of its own. The *identity* of a member is that of its process
+and the number of its claim: the next process in a slot, and the next group of one process, have another identity.
 """
 
 from __future__ import annotations
@@ -74,18 +77,18 @@ class Membership:
 
     def __init__(self, board: Board, slots: int, slot: int | None, timeout_s: float) -> None:
         self._board, self._slots, self._timeout_s = board, slots, timeout_s
-        self._identity = liveness.identity()
-        self._held: dict[str, int | None] = {}  # by identity: a pidfd, or None for a process that has ended
+        self._process = liveness.identity()
+        self._held: dict[str, int | None] = {}  # by process: a pidfd, or None for a process that has ended
         self._polls: dict[int, select.poll] = {}
         self._looking = threading.Lock()
-        self.slot = self._claim(slot)
+        self.slot, self._identity = self._claim(slot)
         self.number, self._identities = 0, {self.slot: self._identity}
         self.members: tuple[int, ...] = (self.slot,)
         self.memory: Memory | None = None
 
-    def _claim(self, slot: int | None) -> int:
-        """Takes a slot that no living process has, and returns it. A dead member's slot becomes free once the members
-        that are left have agreed on a view without it."""
+    def _claim(self, slot: int | None) -> tuple[int, str]:
+        """Takes a slot that no living process has; returns it and the identity of this claim. A dead member's slot
+        becomes free once a member has proposed a view without it."""
         limit = time.monotonic() + self._timeout_s
         while True:
             with self._board.locked():
@@ -98,11 +101,12 @@ class Membership:
                 free = [s for s in range(self._slots) if s not in taken]
                 if slot in free or (slot is None and free):
                     mine = free[0] if slot is None else slot
-                    claims[str(mine)] = {"identity": self._identity, "ready": False}
-                    state["claims"] = claims
+                    state["claimed"] += 1
+                    identity = f"{self._process} {state['claimed']}"
+                    state["claims"] = {**claims, str(mine): {"identity": identity, "ready": False}}
                     self._board.words[LEFT + mine] = 0
                     self._board.write(state)
-                    return mine
+                    return mine, identity
             if time.monotonic() > limit:
                 which = "every slot" if slot is None else f"slot {slot}"
                 raise RuntimeError(
@@ -114,38 +118,43 @@ class Membership:
 
     def _ended(self, identity: str) -> bool:
         """Returns True if the process has ended. A process that is stopped or busy has not."""
-        if identity == self._identity:
+        process = identity.rsplit(" ", 1)[0]
+        if process == self._process:
             return False
         with self._looking:
-            return self._look(identity)
+            return self._look(process)
 
-    def _look(self, identity: str) -> bool:
-        if identity not in self._held:
+    def _look(self, process: str) -> bool:
+        if process not in self._held:
             try:
-                self._held[identity] = descriptor = liveness.hold(identity)
+                self._held[process] = descriptor = liveness.hold(process)
             except ProcessLookupError:
-                self._held[identity] = descriptor = None
+                self._held[process] = descriptor = None
             else:
                 if descriptor is None:
                     raise RuntimeError(
-                        f"elastic.Group: process {identity} cannot be watched: one host, one PID namespace"
+                        f"elastic.Group: process {process} cannot be watched: one host, one PID namespace"
                     )
             if descriptor is not None:
                 self._polls[descriptor] = select.poll()
                 self._polls[descriptor].register(descriptor, select.POLLIN)
-        descriptor = self._held[identity]
+        descriptor = self._held[process]
         if descriptor is None:
             return True
         if self._polls[descriptor].poll(0):
             del self._polls[descriptor]
             os.close(descriptor)
-            self._held[identity] = None
+            self._held[process] = None
             return True
         return False
 
     def gone(self, slot: int) -> bool:
         """Returns True if the member in this slot has ended, or has left the group."""
         return bool(self._board.words[LEFT + slot]) or self._ended(self._identities[slot])
+
+    def claims(self) -> dict[int, int]:
+        """Returns the number of each member's claim, by slot."""
+        return {slot: int(identity.rsplit(" ", 1)[1]) for slot, identity in self._identities.items()}
 
     def interrupted(self) -> bool:
         """Returns True if the other members have given up the step under way, which then cannot end."""
@@ -334,5 +343,7 @@ class Membership:
             time.sleep(PAUSE_S)
 
     def leave(self) -> None:
-        """Tells the members that this process has left the group."""
-        self._board.words[LEFT + self.slot] = 1
+        """Tells the members that this process has left the group, unless they have gone on without it."""
+        with self._board.locked():
+            if self._board.read()["members"].get(str(self.slot)) == self._identity:
+                self._board.words[LEFT + self.slot] = 1

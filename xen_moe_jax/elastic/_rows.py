@@ -1,9 +1,10 @@
 """The exchange between the members of a view: each member writes what it sends into shared memory of its own slot, and
-the others read it there. A process writes into the memory of its own slot alone.
+the others read it there. A process writes into the memory of its own claim alone (`_membership.py`), so that the last
+process of its slot, which may have been stopped, and the next one write elsewhere.
 
 A gather moves each member's array to all members; a scatter moves entry `r` of it to member `r`. Every member waits for
 every other: before it reads rows, it waits until their mark is `(view, number of the exchange)`. There is one file for
-each slot and each exchange of a program, with two halves that take turns. Exchange `n` ends on a member once it has
+each claim and each exchange of a program, with two halves that take turns. Exchange `n` ends on a member once it has
 seen all marks `n`; then all members have ended exchange `n - 1`, and exchange `n + 1` may take that one's half. A mark
 is stored after its rows and loaded before them, with a `fence` between.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import os
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -32,7 +33,7 @@ class GaveUp(Exception):
 
 
 class _Region:
-    """The memory of one slot for one exchange: two marks, and two halves of `nbytes` bytes for rows."""
+    """The memory of one claim for one exchange: two marks, and two halves of `nbytes` bytes for rows."""
 
     def __init__(self, path: pathlib.Path, nbytes: int) -> None:
         memory = map_file(path, HEADER + 2 * (-(-nbytes // 64) * 64))
@@ -43,26 +44,43 @@ class _Region:
 
 
 class Rows:
-    """The exchanges of slot `slot`. `check(member, waited_s)` raises `GaveUp` where a wait for this member, which has
-    lasted for `waited_s` seconds, must end."""
+    """The exchanges of slot `slot`. `claims`: as of `enter`, of this slot alone. `check(member, waited_s)` raises
+    `GaveUp` where a wait for this member, which has lasted for `waited_s` seconds, must end."""
 
-    def __init__(self, folder: pathlib.Path, slot: int, num_slots: int, check: Callable[[int, float], None]) -> None:
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        slot: int,
+        num_slots: int,
+        claims: dict[int, int],
+        check: Callable[[int, float], None],
+    ) -> None:
         self._folder, self._slot, self._num_slots, self._check = folder, slot, num_slots, check
-        self._regions: dict[tuple[int, int], _Region] = {}
+        self._regions: dict[tuple[int, int, int], _Region] = {}  # by slot, claim and key
         self._numbers: dict[int, int] = {}
         self._view = 0
-        self._members: tuple[int, ...] = (slot,)
+        self._claims = claims
         folder.mkdir(exist_ok=True)
 
-    def enter(self, view: int, members: Sequence[int]) -> None:
-        """Begins a view: exchanges have its members, and are numbered from 1 again. No exchange may be running."""
-        self._view, self._members = view, tuple(members)
+    def enter(self, view: int, claims: dict[int, int]) -> None:
+        """Begins a view: exchanges have its members, and are numbered from 1 again. No exchange may be running.
+
+        Args:
+          view: its number.
+          claims: by slot of each member, the number of its claim.
+        """
+        self._view, self._claims = view, claims
         self._numbers.clear()
+        self._regions = {at: region for at, region in self._regions.items() if claims.get(at[0]) == at[1]}
+        for path in self._folder.glob(f"{self._slot}.*"):  # of processes that had this slot: no member reads them now
+            if path.name.split(".")[1] != str(claims[self._slot]):
+                path.unlink(missing_ok=True)
 
     def _region(self, slot: int, key: int, nbytes: int) -> _Region:
-        if (slot, key) not in self._regions:
-            self._regions[slot, key] = _Region(self._folder / f"{key:08x}.{slot}", nbytes)
-        return self._regions[slot, key]
+        at = slot, self._claims[slot], key
+        if at not in self._regions:
+            self._regions[at] = _Region(self._folder / f"{slot}.{self._claims[slot]}.{key:08x}", nbytes)
+        return self._regions[at]
 
     def exchange(self, kind: str, key: int, x: np.ndarray) -> np.ndarray:
         """Runs an exchange of the given kind, "gather" or "scatter"; see `Group.exchange`.
@@ -85,7 +103,7 @@ class Rows:
         out = np.zeros(shape, x.dtype)
         rows = out.reshape(self._num_slots, -1).view(np.uint8)
         each = slice(self._slot * rows.shape[1], (self._slot + 1) * rows.shape[1]) if kind == "scatter" else slice(None)
-        for member in self._members:
+        for member in self._claims:
             region = self._region(member, key, sent.size)
             self._wait(region, parity, mark, member)
             rows[member] = region.halves[parity][each]
