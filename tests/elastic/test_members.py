@@ -11,6 +11,7 @@ import pytest
 
 from tests.elastic import chaos
 from xen_moe_jax import elastic
+from xen_moe_jax.elastic import _rows
 from xen_moe_jax.elastic._rows import GaveUp, Rows
 
 FORK = multiprocessing.get_context("fork")
@@ -126,6 +127,29 @@ def test_the_last_process_of_a_slot_and_the_next_one_write_elsewhere(tmp_path):
             rows.exchange("gather", 7, np.full(3, value))
     np.testing.assert_array_equal(member.exchange("gather", 7, np.zeros(3))[1], np.full(3, 6.0))
     assert sorted(path.name.split(".")[1] for path in (tmp_path / "rows").glob("1.*")) == ["2"]
+
+
+@pytest.mark.parametrize("fences", [1, 2, 9])
+def test_one_that_is_stopped_while_it_copies_finds_that_the_others_went_on(tmp_path, monkeypatch, fences):
+    slow, other = (Rows(tmp_path / "rows", slot, 2, {slot: slot}, never) for slot in (0, 1))
+    for rows in (slow, other):
+        rows.enter(1, {0: 0, 1: 1})
+    with pytest.raises(GaveUp):
+        other.exchange("gather", 7, np.ones(3))
+    wait = Rows._wait
+
+    def wait_and_be_stopped(self, region, parity, mark, member):
+        wait(self, region, parity, mark, member)
+        if self is slow and member == 1:
+            other.enter(2, {1: 1})
+            left = iter(range(fences - 1))  # the other one is seen after so many fences: before, or after its new rows
+            with monkeypatch.context() as patch, contextlib.suppress(StopIteration):
+                patch.setattr(_rows, "fence", lambda: next(left))
+                other.exchange("gather", 7, np.full(3, 2.0))
+
+    monkeypatch.setattr(Rows, "_wait", wait_and_be_stopped)
+    with pytest.raises(GaveUp, match="rank 1 went on while rank 0 copied its rows"):
+        slow.exchange("gather", 7, np.zeros(3))
 
 
 def test_all_die_and_the_next_ones_begin_anew(ranks):

@@ -6,7 +6,8 @@ A gather moves each member's array to all members; a scatter moves entry `r` of 
 every other: before it reads rows, it waits until their mark is `(view, number of the exchange)`. There is one file for
 each claim and each exchange of a program, with two halves that take turns. Exchange `n` ends on a member once it has
 seen all marks `n`; then all members have ended exchange `n - 1`, and exchange `n + 1` may take that one's half. A mark
-is stored after its rows and loaded before them, with a `fence` between.
+is stored after its rows and loaded before them, with a `fence` between. It is cleared before the rows change, and
+loaded again after them: a process that is stopped while it copies, and left out, finds that the others have gone on.
 """
 
 from __future__ import annotations
@@ -89,13 +90,15 @@ class Rows:
           `[R, ...]` of the dtype of `x`: entry `r` came from member `r`, and is zero where `r` is no member.
 
         Raises:
-          GaveUp: a member has ended, did not come in time, or has given up the step.
+          GaveUp: a member has ended, did not come in time, has given up the step, or has gone on without this rank.
         """
         number = self._numbers.get(key, 0) + 1
         self._numbers[key] = number
         mark, parity = self._view << 32 | number, number % 2
         sent = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
         mine = self._region(self._slot, key, sent.size)
+        mine.marks[parity] = 0
+        fence()
         mine.halves[parity][:] = sent
         fence()
         mine.marks[parity] = mark
@@ -107,6 +110,9 @@ class Rows:
             region = self._region(member, key, sent.size)
             self._wait(region, parity, mark, member)
             rows[member] = region.halves[parity][each]
+            fence()
+            if region.marks[parity] != mark:
+                raise GaveUp(f"rank {member} went on while rank {self._slot} copied its rows")
         return out
 
     def _wait(self, region: _Region, parity: int, mark: int, member: int) -> None:
