@@ -49,17 +49,20 @@ class Group:
 
     group = elastic.Group("/dev/shm/server", slots=4, placement=placement)
     weights = load(group.experts)                          # compile and warm up: alone, no other process is waited for
-    group.join(start_with=4)
+    change = group.join(start_with=4)
     while serving:
-        change = group.boundary(step)                      # lets processes in; None nearly always
-        ...                                                # load what change.fetch names
-        tokens = jax.block_until_ready(decode(..., group.active(), group.placement))
+        if change is not None:
+            weights, step = fetch(weights, change.fetch), change.step
+        if change := group.boundary(step):                 # lets processes in; None nearly always
+            continue
+        tokens = jax.block_until_ready(decode(step, weights, group.active(), group.placement))
         try:
             xm.check()
         except xm.OperationFailed:
-            change = group.recover(step)                   # the step is retracted: run it again
+            change = group.recover(step)                   # the step is retracted: run change.step
             continue
-        deliver(tokens)
+        deliver(step, tokens)                              # not those that were delivered before
+        step += 1
 
     A group is a context manager: leaving it closes the group, and the members treat that as the death of this process.
     One thread calls the methods; JAX's threads call the exchanges of the programs.
