@@ -89,6 +89,25 @@ def test_a_rank_alone_and_a_mask_that_is_old(group):
     assert run._cache_size() == 1
 
 
+def test_a_closed_group_has_no_failure_and_the_process_can_open_another_one(tmp_path):
+    call = jax.jit(lambda x, idx, active: xm.dispatch(x, idx, num_experts=2, axis_name="first", active=active).x)
+    operands = jnp.ones((4, 8)), jnp.zeros((4, 1), jnp.int32), np.ones(1, bool)
+    with xm.elastic.Group(tmp_path / "group", 1, axis_name="first") as first:
+        first.join()
+        assert not np.isnan(call(*operands)).any()
+        assert np.isnan(call(*operands[:2], np.zeros(1, bool))).all()
+        with pytest.raises(xm.OperationFailed, match=r"active=\[0\]"):
+            xm.check()
+    xm.check()
+    with xm.elastic.Group(tmp_path / "group", 1, axis_name="second") as second:
+        assert second.join(timeout_s=5).joined == (0,)
+        xm.check()
+        assert np.isnan(call(*operands)).all()
+        with pytest.raises(xm.OperationFailed, match=r"a closed elastic.Group; open another one"):
+            xm.check()
+    first._failure = ""  # else it stays for the other tests of this process
+
+
 def test_no_hidden_dimension_and_no_jit(group):
     none = jnp.zeros((4, 0)), jnp.zeros((4, 1), jnp.int32)
     assert jax.jit(layer)(*none, group.active())[0].shape == (4, 0)

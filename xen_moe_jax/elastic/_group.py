@@ -275,7 +275,7 @@ class Group:
           `[R, ...]` of the dtype of `x`: entry `r` came from member `r`, and is zero where `r` is no member. All zeros
           after a failure.
         """
-        if not self._failure:
+        if self._usable():
             try:
                 return self._rows.exchange(kind, key, x)
             except GaveUp as reason:
@@ -285,11 +285,16 @@ class Group:
     def good(self, operation: str, active: np.ndarray) -> bool:
         """Returns False if the group has failed, or if `active`, bool `[R]`, names other ranks than the members, which
         is a failure, too. `operation`: name of the operation, "" for an operation without `active`."""
-        if operation and not self._failure and not np.array_equal(active, self.active()):
+        if operation and self._usable() and not np.array_equal(active, self.active()):
             self._fail(
                 f"{operation}: active={active.astype(int).tolist()} and the members of view {self.view} are "
                 f"{self._membership.members}: pass group.active() anew after every Change"
             )
+        return self._usable()
+
+    def _usable(self) -> bool:
+        if self._closed and not self._failure:
+            self._fail("a program ran over the axis of a closed elastic.Group", "open another one")
         return not self._failure
 
     def device_keys(self) -> np.ndarray:
@@ -333,14 +338,16 @@ class Group:
             self._watcher.join()
 
     def failure(self) -> str:
-        """Returns why an operation has failed since the last `Change`; "" if none has."""
-        text = self._failure or (self._kernels.failure() if self._kernels is not None else "")
+        """Returns why an operation has failed since the last `Change`, or since the group was closed; "" if none
+        has."""
+        kernels = None if self._closed else self._kernels
+        text = self._failure or (kernels.failure() if kernels is not None else "")
         told, reset, _ = text.partition(" Call xen_moe_jax.cuda.reset()")
         return f"{told} Call group.recover(step)" if reset else text
 
-    def _fail(self, text: str) -> None:
+    def _fail(self, text: str, remedy: str = "call group.recover(step)") -> None:
         with self._failing:
-            self._failure = self._failure or f"xen_moe_jax: {text}; call group.recover(step)"
+            self._failure = self._failure or f"xen_moe_jax: {text}; {remedy}"
 
     def _check_wait(self, member: int, waited_s: float) -> None:
         if self._membership.gone(member):
@@ -365,7 +372,7 @@ class Group:
             self._stop_watching()
             self._membership.leave()
             self._board.close()
-            self._failure = "xen_moe_jax: the elastic.Group is closed"
+            self._failure = ""  # `xm.check` asks every group that this process has opened
 
     def __enter__(self) -> Group:
         return self

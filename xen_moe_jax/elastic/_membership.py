@@ -93,7 +93,7 @@ class Membership:
         while True:
             with self._board.locked():
                 state = self._board.read()
-                if state["members"] and all(self._ended(i) for i in state["members"].values()):
+                if state["members"] and all(self._away(*member) for member in state["members"].items()):
                     state["members"] = {}  # the whole group has ended: this one is the next
                     self._board.words[WAITING] = self._board.words[CHANGE] = 0
                 claims = {s: c for s, c in state["claims"].items() if not self._ended(c["identity"])}
@@ -150,7 +150,10 @@ class Membership:
 
     def gone(self, slot: int) -> bool:
         """Returns True if the member in this slot has ended, or has left the group."""
-        return bool(self._board.words[LEFT + slot]) or self._ended(self._identities[slot])
+        return self._away(slot, self._identities[slot])
+
+    def _away(self, slot: str | int, identity: str) -> bool:
+        return bool(self._board.words[LEFT + int(slot)]) or self._ended(identity)
 
     def claims(self) -> dict[int, int]:
         """Returns the number of each member's claim, by slot."""
@@ -183,8 +186,7 @@ class Membership:
                 state = self._board.read()
                 if state["members"].get(str(self.slot)) == self._identity:
                     break
-                members = state["members"].values()
-                if not members or all(self._ended(i) for i in members):
+                if all(self._away(*member) for member in state["members"].items()):
                     state["members"] = {}
                     if len(self._ready(state)) >= start_with:
                         self._propose(state, urgent=False)
@@ -229,11 +231,7 @@ class Membership:
     def _propose(self, state: dict, *, urgent: bool, without: tuple[int, ...] = ()) -> None:
         """Writes a proposal that leaves out the slots `without`. The caller holds the lock, under which it read
         `state`."""
-        left = {
-            s: i
-            for s, i in state["members"].items()
-            if int(s) not in without and not self._board.words[LEFT + int(s)] and not self._ended(i)
-        }
+        left = {s: i for s, i in state["members"].items() if int(s) not in without and not self._away(s, i)}
         ready = {s: i for s, i in self._ready(state).items() if int(s) not in without and s not in left}
         if urgent and left:
             ready = {}  # the members that are left go on first; ready processes come in at the next boundary
