@@ -3,7 +3,9 @@
 import contextlib
 import multiprocessing
 import os
+import pathlib
 import signal
+import tempfile
 import time
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 
 from tests.elastic import chaos
 from xen_moe_jax import elastic
-from xen_moe_jax.elastic import _rows
+from xen_moe_jax.elastic import _board, _rows
 from xen_moe_jax.elastic._rows import GaveUp, Rows
 
 FORK = multiprocessing.get_context("fork")
@@ -150,6 +152,15 @@ def test_one_that_is_stopped_while_it_copies_finds_that_the_others_went_on(tmp_p
     monkeypatch.setattr(Rows, "_wait", wait_and_be_stopped)
     with pytest.raises(GaveUp, match="rank 1 went on while rank 0 copied its rows"):
         slow.exchange("gather", 7, np.zeros(3))
+
+
+def test_a_folder_without_room_is_an_error():
+    memory = pathlib.Path("/dev/shm")
+    if not memory.is_dir() or not (room := os.statvfs(memory).f_blocks * os.statvfs(memory).f_frsize):
+        pytest.skip("no folder in memory that has a limit")
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        with pytest.raises(OSError, match=rf"no room for {2 * room} bytes in {folder}: free or enlarge it"):
+            _board.map_file(pathlib.Path(folder) / "rows", 2 * room)
 
 
 def test_all_die_and_the_next_ones_begin_anew(ranks):

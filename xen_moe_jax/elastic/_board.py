@@ -7,6 +7,7 @@ half written.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import mmap
@@ -86,12 +87,21 @@ class Board:
 
 def map_file(path: pathlib.Path, nbytes: int) -> memoryview:
     """Returns the first `nbytes` bytes of a file as shared memory: all processes that map the file see the same bytes.
-    The file is made, or made longer, where it is shorter; new bytes are zero."""
+    The file is made, or made longer, where it is shorter; new bytes are zero.
+
+    Raises:
+      OSError: the file system has no room for them. A file without that room would end the process at a later store.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         if os.fstat(descriptor).st_size < nbytes:
-            os.ftruncate(descriptor, nbytes)
+            os.posix_fallocate(descriptor, 0, nbytes)
         return memoryview(mmap.mmap(descriptor, nbytes))
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        text = f"elastic.Group: no room for {nbytes} bytes in {path.parent}: free or enlarge it (Docker: --shm-size)"
+        raise OSError(errno.ENOSPC, text) from error
     finally:
         os.close(descriptor)
 
