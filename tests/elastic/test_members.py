@@ -1,6 +1,7 @@
 """Members come and go: killed at any moment, let in between two steps, stopped for too long."""
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pathlib
@@ -88,7 +89,7 @@ def test_growing_by_a_rank_that_was_never_there(ranks):
     until(lambda: words[2] > words[0] - 3 > 3)  # it goes on from the members' step
 
 
-def test_one_that_is_stopped_for_too_long_is_left_out_and_spoils_nothing(ranks):
+def test_one_that_is_stopped_for_too_long_is_left_out_and_spoils_nothing(ranks, tmp_path):
     start, words = ranks
     slow = [start(slot, 3, timeout_s=0.5) for slot in range(3)][1]
     until(lambda: min(words[0], words[2], words[4]) > 3)
@@ -100,6 +101,11 @@ def test_one_that_is_stopped_for_too_long_is_left_out_and_spoils_nothing(ranks):
     os.kill(slow.pid, signal.SIGCONT)
     slow.join(30)
     assert slow.exitcode == 0 and words[3] == 1
+    files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(RuntimeError, match="slot 1 of 3 belongs to a process that runs"):
+        elastic.Group(tmp_path / "group", 3, slot=1, axis_name="taken", timeout_s=0.01)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == files
     before = words[2]
     until(lambda: words[2] > before + 20)
     assert again.is_alive()

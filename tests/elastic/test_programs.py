@@ -1,6 +1,8 @@
 """Programs over the axis of a group give the bits that they give inside `jax.shard_map`, and fail as they should."""
 
+import gc
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -98,6 +100,8 @@ def test_a_closed_group_has_no_failure_and_the_process_can_open_another_one(tmp_
         assert np.isnan(call(*operands[:2], np.zeros(1, bool))).all()
         with pytest.raises(xm.OperationFailed, match=r"active=\[0\]"):
             xm.check()
+        assert f"{tmp_path}/group/rows" in pathlib.Path("/proc/self/maps").read_text()
+    assert f"{tmp_path}/group/rows" not in pathlib.Path("/proc/self/maps").read_text()
     xm.check()
     with xm.elastic.Group(tmp_path / "group", 1, axis_name="second") as second:
         assert second.join(timeout_s=5).joined == (0,)
@@ -168,5 +172,9 @@ def test_calls_that_a_group_refuses(group, options, text):
     ],
 )
 def test_groups_that_cannot_be(group, arguments, text):
+    files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ValueError, match=text):
         xm.elastic.Group(group._board.folder, **arguments)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert group._board.read()["claims"].keys() <= {str(group.rank)}

@@ -42,13 +42,16 @@ class Board:
         self.folder = pathlib.Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        self.words = map_file(self.folder / "board", BOARD_BYTES).cast("Q")
-        with self.locked():
-            if not (self.folder / "state.json").exists():
-                self.write({"slots": slots, "proposal": 0, "claimed": 0, "members": {}, "claims": {}})
-            found = self.read()["slots"]
-        if found != slots:
-            raise ValueError(f"elastic.Group: slots={slots}: the group in {self.folder} has {found}")
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            self.words = map_file(self.folder / "board", BOARD_BYTES).cast("Q")
+            with self.locked():
+                if not (self.folder / "state.json").exists():
+                    self.write({"slots": slots, "proposal": 0, "claimed": 0, "members": {}, "claims": {}})
+                found = self.read()["slots"]
+            if found != slots:
+                raise ValueError(f"elastic.Group: slots={slots}: the group in {self.folder} has {found}")
+            undo.pop_all()
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import os
 import threading
@@ -114,14 +115,7 @@ class Group:
             placement = jax.tree.map(np.asarray, placement)
         self.axis_name = axis_name
         self._timeout_s = float(timeout_s)
-        self._board = Board(folder, self.num_ranks)
-        self._membership = Membership(self._board, self.num_ranks, slot, self._timeout_s)
-        self.rank = self._membership.slot
-        self._rows = Rows(
-            self._board.folder / "rows", self.rank, self.num_ranks, self._membership.claims(), self._check_wait
-        )
         self._base = self.placement = placement
-        self._held = None if placement is None else placement.experts[self.rank].copy()
         self._failure = ""
         self._failing = threading.Lock()
         self._closed = False
@@ -129,7 +123,16 @@ class Group:
         self._watcher: threading.Thread | None = None
         self._stopped = threading.Event()
         self._changing = threading.Lock()
-        _mesh.join(axis_name, self)
+        with contextlib.ExitStack() as undo:
+            self._board = Board(folder, self.num_ranks)
+            undo.callback(self._board.close)
+            self._membership = Membership(self._board, self.num_ranks, slot, self._timeout_s)
+            undo.callback(self._membership.leave)
+            self.rank, claims = self._membership.slot, self._membership.claims()
+            self._rows = Rows(self._board.folder / "rows", self.rank, self.num_ranks, claims, self._check_wait)
+            _mesh.join(axis_name, self)
+            undo.pop_all()
+        self._held = None if placement is None else placement.experts[self.rank].copy()
         if placement is not None:
             self.placement = self._placed(placement.without(self.active()))
 
@@ -372,6 +375,7 @@ class Group:
             self._stop_watching()
             self._membership.leave()
             self._board.close()
+            self._rows.close()
             self._failure = ""  # `xm.check` asks every group that this process has opened
 
     def __enter__(self) -> Group:

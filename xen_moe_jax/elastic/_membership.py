@@ -13,6 +13,7 @@ and the number of its claim: the next process in a slot, and the next group of o
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import os
 import select
@@ -81,7 +82,11 @@ class Membership:
         self._held: dict[str, int | None] = {}  # by process: a pidfd, or None for a process that has ended
         self._polls: dict[int, select.poll] = {}
         self._looking = threading.Lock()
-        self.slot, self._identity = self._claim(slot)
+        try:
+            self.slot, self._identity = self._claim(slot)
+        except BaseException:
+            self._look_no_more()
+            raise
         self.number, self._identities = 0, {self.slot: self._identity}
         self.members: tuple[int, ...] = (self.slot,)
         self.memory: Memory | None = None
@@ -341,7 +346,21 @@ class Membership:
             time.sleep(PAUSE_S)
 
     def leave(self) -> None:
-        """Tells the members that this process has left the group, unless they have gone on without it."""
-        with self._board.locked():
-            if self._board.read()["members"].get(str(self.slot)) == self._identity:
+        """Gives back the slot, which may be another process's by now, and watches no process any more. A removed folder
+        has no members to tell."""
+        slot = str(self.slot)
+        with contextlib.suppress(FileNotFoundError), self._board.locked():
+            state = self._board.read()
+            if state["members"].get(slot) == self._identity:
                 self._board.words[LEFT + self.slot] = 1
+            elif state["claims"].get(slot, {}).get("identity") == self._identity:
+                del state["claims"][slot]
+                self._board.write(state)
+        self._look_no_more()
+
+    def _look_no_more(self) -> None:
+        with self._looking:
+            for descriptor in self._polls:
+                os.close(descriptor)
+            self._polls.clear()
+            self._held.clear()

@@ -77,6 +77,10 @@ class Rows:
             if path.name.split(".")[1] != str(claims[self._slot]):
                 path.unlink(missing_ok=True)
 
+    def close(self) -> None:
+        """Gives back the memory. No exchange may be running."""
+        self._regions.clear()
+
     def _region(self, slot: int, key: int, nbytes: int) -> _Region:
         at = slot, self._claims[slot], key
         if at not in self._regions:
