@@ -112,6 +112,21 @@ def test_a_closed_group_has_no_failure_and_the_process_can_open_another_one(tmp_
     first._failure = ""  # else it stays for the other tests of this process
 
 
+def test_joins_that_fail(tmp_path):
+    with xm.elastic.Group(tmp_path / "group", 2, axis_name="late") as late:
+        with pytest.raises(ValueError, match="start_with=3: must be at most slots=2"):
+            late.join(start_with=3)
+        with pytest.raises(TimeoutError, match="not let in within 0.01 s"):
+            late.join(start_with=2, timeout_s=0.01)
+        state = late._board.read()
+        assert not state["claims"]["0"]["ready"], "the members would wait for it"
+        late._board.write({**state, "claims": {}})  # let in, and left out again, before it came
+        with pytest.raises(xm.elastic.Evicted, match="open a new group"):
+            late.join()
+        late._board.write(state)
+        assert late.join().view == 1
+
+
 def test_no_hidden_dimension_and_no_jit(group):
     none = jnp.zeros((4, 0)), jnp.zeros((4, 1), jnp.int32)
     assert jax.jit(layer)(*none, group.active())[0].shape == (4, 0)
@@ -169,6 +184,7 @@ def test_calls_that_a_group_refuses(group, options, text):
         ({"slots": 3, "timeout_s": 0}, "positive seconds"),
         ({"slots": 3, "axis_name": "alone", "slot": 1}, "another group of that name"),
         ({"slots": 3, "placement": xm.balance.home(6, 2)}, "2 ranks"),
+        ({"slots": 3, "placement": xm.balance.home(6, 3)}, "the group in .* have another one"),
     ],
 )
 def test_groups_that_cannot_be(group, arguments, text):

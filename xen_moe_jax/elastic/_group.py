@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import hashlib
 import os
 import threading
 from typing import Any
@@ -126,7 +127,9 @@ class Group:
         with contextlib.ExitStack() as undo:
             self._board = Board(folder, self.num_ranks)
             undo.callback(self._board.close)
-            self._membership = Membership(self._board, self.num_ranks, slot, self._timeout_s)
+            told = "" if placement is None else repr((placement.num_experts, placement.experts.tolist()))
+            told = hashlib.sha256(told.encode()).hexdigest()
+            self._membership = Membership(self._board, self.num_ranks, slot, told, self._timeout_s)
             undo.callback(self._membership.leave)
             self.rank, claims = self._membership.slot, self._membership.claims()
             self._rows = Rows(self._board.folder / "rows", self.rank, self.num_ranks, claims, self._check_wait)
@@ -175,11 +178,14 @@ class Group:
           `Change`, whose `step` is the members' step, or 0 where the group begins.
 
         Raises:
-          TimeoutError: the members did not let this process in, or `start_with` processes were not ready.
+          TimeoutError: the members did not let this process in, or `start_with` processes were not ready. A further
+            call tries again.
+          ValueError: `start_with` is more than the group's slots.
           elastic.Evicted: the members went on without this process while it was coming in.
           RuntimeError: this process is a member already, or the group is closed.
         """
-        _validate.integer(start_with, "start_with", "elastic.Group.join", minimum=1)
+        if _validate.integer(start_with, "start_with", "elastic.Group.join", minimum=1) > self.num_ranks:
+            raise ValueError(f"elastic.Group.join: start_with={start_with}: must be at most slots={self.num_ranks}")
         self._open("join")
         if self.view:
             raise RuntimeError("elastic.Group.join: this process is a member already")

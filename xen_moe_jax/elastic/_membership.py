@@ -70,14 +70,16 @@ class Membership:
       board: the group's files.
       slots: number of slots of the group.
       slot: the slot to take; None takes the lowest free one.
+      placement: text that is the same for equal placements of the experts, and for no others.
       timeout_s: seconds that this process waits for a member that lives.
 
     Raises:
       RuntimeError: the slot, or every slot, belongs to a process that runs.
+      ValueError: the processes of the group have another placement.
     """
 
-    def __init__(self, board: Board, slots: int, slot: int | None, timeout_s: float) -> None:
-        self._board, self._slots, self._timeout_s = board, slots, timeout_s
+    def __init__(self, board: Board, slots: int, slot: int | None, placement: str, timeout_s: float) -> None:
+        self._board, self._slots, self._placement, self._timeout_s = board, slots, placement, timeout_s
         self._process = liveness.identity()
         self._held: dict[str, int | None] = {}  # by process: a pidfd, or None for a process that has ended
         self._polls: dict[int, select.poll] = {}
@@ -102,6 +104,13 @@ class Membership:
                     state["members"] = {}  # the whole group has ended: this one is the next
                     self._board.words[WAITING] = self._board.words[CHANGE] = 0
                 claims = {s: c for s, c in state["claims"].items() if not self._ended(c["identity"])}
+                if not claims and not state["members"]:
+                    state["placement"] = self._placement  # the first process says what the others must have
+                elif state["placement"] != self._placement:
+                    raise ValueError(
+                        f"elastic.Group: placement: the processes of the group in {self._board.folder} have another "
+                        "one, or one of them has none: give all of them the same, or use another folder"
+                    )
                 taken = {int(s) for s in (*claims, *state["members"])}
                 free = [s for s in range(self._slots) if s not in taken]
                 if slot in free or (slot is None and free):
@@ -174,7 +183,7 @@ class Membership:
         """Tells the members that this process is ready to be let in."""
         with self._board.locked():
             state = self._board.read()
-            state["claims"][str(self.slot)]["ready"] = True
+            self._own_claim(state)["ready"] = True
             self._board.write(state)
             self._board.words[WAITING] = 1
 
@@ -183,26 +192,37 @@ class Membership:
         `start_with` or more.
 
         Raises:
-          TimeoutError: this process was not let in within `timeout_s`.
+          TimeoutError: this process was not let in within `timeout_s`. It is not ready any more.
+          Evicted: this process was let in, and did not come in time.
         """
         limit = time.monotonic() + timeout_s
-        while time.monotonic() < limit:
+        while True:
             with self._board.locked():
                 state = self._board.read()
                 if state["members"].get(str(self.slot)) == self._identity:
                     break
+                own = self._own_claim(state)
+                if time.monotonic() > limit:
+                    own["ready"] = False
+                    self._board.write(state)
+                    raise TimeoutError(
+                        f"elastic.Group: slot {self.slot} was not let in within {timeout_s:g} s: the members call "
+                        f"boundary() at every step, and a new group starts with {start_with} ready processes"
+                    )
                 if all(self._away(*member) for member in state["members"].items()):
                     state["members"] = {}
                     if len(self._ready(state)) >= start_with:
                         self._propose(state, urgent=False)
                         break
             time.sleep(0.002)
-        else:
-            raise TimeoutError(
-                f"elastic.Group: slot {self.slot} was not let in within {timeout_s:.0f} s: the members call boundary() "
-                f"at every step, and a new group starts with {start_with} ready processes"
-            )
         return self.settle(0, b"", old=False)
+
+    def _own_claim(self, state: dict) -> dict[str, Any]:
+        """Returns the claim of this process, which is not a member."""
+        own = state["claims"].get(str(self.slot), {})
+        if own.get("identity") != self._identity:
+            raise Evicted(f"elastic.Group: the members went on without slot {self.slot}: open a new group")
+        return own
 
     def _ready(self, state: dict) -> dict[str, str]:
         """Returns the living processes that wait to be let in: identity by slot."""
