@@ -28,8 +28,8 @@ PAUSE_S = 0.0005
 
 
 class Evicted(RuntimeError):
-    """The other members went on without this process, because it did not come in time. The process may end, or open a
-    new group."""
+    """The other members went on without this process, because it did not come in time. The process may end, or close
+    this group and open one with another `axis_name`."""
 
 
 @dataclasses.dataclass(frozen=True)
