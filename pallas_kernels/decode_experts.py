@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from xen_moe_jax.pallas_kernels.launch import Launch
+from xen_moe_jax.pallas_kernels.launch import Launch, precision
 from xen_moe_jax.pallas_kernels.record import LANES
 from xen_moe_jax.pallas_kernels.scaled_weights import Scales
 
@@ -339,7 +339,8 @@ class Streams:
                 for total, buffer, name in totals:
                     scales, slab = self.scales.get(name), buffer.at[slot, pl.ds(0, phase.size)]
                     if scales is None:
-                        product = jnp.dot(left, slab[:, pl.ds(at, size)], preferred_element_type=jnp.float32)
+                        right, exact = slab[:, pl.ds(at, size)], precision(left.dtype)
+                        product = jnp.dot(left, right, precision=exact, preferred_element_type=jnp.float32)
                     else:
                         product = scales.product(left, slab, of_slab.start, at, size, expert)
                     before = total[rows, pl.ds(at, size)]

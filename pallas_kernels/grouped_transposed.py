@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from xen_moe_jax.pallas_kernels.launch import Launch
+from xen_moe_jax.pallas_kernels.launch import Launch, precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,9 @@ def _body(refs: Any, *, tiles: Tiles, pairs: Sequence[tuple[str, str]], local: i
     def _() -> None:
         for cotangent, weight in pairs:
             left, right = getattr(refs, cotangent)[...], getattr(refs, weight)[0]
-            total[...] += lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+            total[...] += lax.dot_general(
+                left, right, (((1,), (1,)), ((), ())), precision(left.dtype), preferred_element_type=jnp.float32
+            )
 
     @pl.when(step == pl.num_programs(2) - 1)
     def _() -> None:

@@ -87,6 +87,15 @@ class Launch:
         return with_32_bits
 
 
+def precision(dtype: Any) -> jax.lax.Precision | None:
+    """Returns the precision of a matmul of operands of `dtype` in a kernel.
+
+    Products of operands of less than 32 bits are exact in float32, and Mosaic refuses any other precision for them:
+    `jax_default_matmul_precision` holds for float32 operands alone.
+    """
+    return None if jnp.dtype(dtype).itemsize >= 4 else jax.lax.Precision.DEFAULT
+
+
 def divided(steps: Any, cores: int) -> Any:
     """Steps of each core."""
     return (steps + (cores - 1)) // cores

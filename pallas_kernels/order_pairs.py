@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from xen_moe_jax.pallas_kernels.launch import Launch, divided
+from xen_moe_jax.pallas_kernels.launch import Launch, divided, precision
 
 BLOCK = 256
 """Pairs that are ordered together at most: counts up to this are exact in bfloat16."""
@@ -98,7 +98,8 @@ def packed(used: jax.Array, *tables: jax.Array) -> tuple[list[jax.Array], jax.Ar
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), dims, preferred_element_type=jnp.float32)
+    a, b, exact = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), precision(jnp.bfloat16)
+    return lax.dot_general(a, b, dims, exact, preferred_element_type=jnp.float32)
 
 
 def ordered(key: jax.Array, bins: int, table: jax.Array) -> jax.Array:

@@ -10,11 +10,14 @@ has 16 to 64 rows here, and a block 128.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+
+from xen_moe_jax.pallas_kernels.launch import precision
 
 BLOCK = 128
 """Rows and columns that scales of blocks may differ by."""
@@ -43,13 +46,14 @@ class Scales:
           at: first of the columns.
         """
         depth, columns = left.shape[1], pl.ds(at, size)
+        dot = functools.partial(jnp.dot, precision=precision(left.dtype), preferred_element_type=jnp.float32)
         if self.block is None:
-            return jnp.dot(left, buffer[:, columns].astype(left.dtype), preferred_element_type=jnp.float32)
+            return dot(left, buffer[:, columns].astype(left.dtype))
         total = None
         for k in range(0, depth, BLOCK):
             rows = pl.ds(k, min(BLOCK, depth - k))
             right = buffer[rows, columns].astype(left.dtype)
-            part = jnp.dot(left[:, k : k + BLOCK], right, preferred_element_type=jnp.float32)
+            part = dot(left[:, k : k + BLOCK], right)
             part = part * self._of_columns(expert, row + k, at, size)
             total = part if total is None else total + part
         assert total is not None  # a slab has rows

@@ -234,7 +234,8 @@ class _Biases:
             experts = jnp.arange(group_sizes.shape[0], dtype=jnp.int32)[None, :]
             self.weights = weights
             # A matmul, not a gather: its transpose adds up in float32 instead of by scattered additions.
-            dtype = weights["down_bias"].dtype  # that of the rows, but for rows that arrive quantized
+            given = next(bias for name, bias in weights.items() if name.endswith("_bias"))  # one half has its own only
+            dtype = given.dtype  # that of the rows, but for rows that arrive quantized
             self.one_hot, self.used = (ids == experts).astype(dtype), ids < experts.shape[1]
 
     def used_weights(self, row_weights: jax.Array | None) -> jax.Array | None:

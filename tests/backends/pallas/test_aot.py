@@ -251,6 +251,12 @@ def test_gradients_of_start_and_done_compile():
     assert {"xen_moe_start", "xen_moe_done", "xen_moe_push", "xen_moe_reduce_slots"} <= set(kernels)
 
 
+def test_a_precision_for_all_matmuls_reaches_no_kernel_for_bfloat16():
+    """Mosaic refuses it for operands of less than 32 bits."""
+    with jax.default_matmul_precision("highest"):
+        assert "xen_moe_push" in tpu_programs.kernels(start_done_program("v5e", gradient=True))
+
+
 @pytest.mark.parametrize("generation", ["v5e", slow("v5p")])
 def test_two_slices(generation):
     """Rows cross DCN in XLA's all-to-all between chips of one index, ICI in our kernels; routing rides in them."""
