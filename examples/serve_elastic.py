@@ -188,10 +188,10 @@ def _plain(folder: pathlib.Path):
     import jax
     import jax.numpy as jnp
 
-    jax.config.update("jax_default_matmul_precision", "highest")
     loaded = [load_expert(folder, e) for e in range(EXPERTS)]
     experts = {name: jnp.stack([e[name] for e in loaded], axis=1) for name in loaded[0]}
 
+    @jax.default_matmul_precision("highest")  # as in the ranks' processes
     def step(dense, experts, cache, tokens, positions):
         def moe(layer, x, topk_idx, topk_weights):
             hidden = jnp.einsum("bh,ehf->bef", x, experts["gate_up"][layer])
