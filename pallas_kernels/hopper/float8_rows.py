@@ -41,7 +41,8 @@ ROWS = 64
 """Rows that a wgmma multiplies."""
 SWIZZLED: Any = (plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(BLOCK))  # type: ignore[abstract]
 DESCRIPTOR = 1 << 62 | 64 << 32 | 1 << 16
-"""Of wgmma's operands: rows of 128 swizzled bytes, eight of which are 1,024 bytes, in units of 16."""
+"""The constant part of the descriptors of wgmma's operands. It says that rows have 128 swizzled bytes and that eight
+rows have 1,024 bytes, which a descriptor counts in units of 16."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,7 +302,7 @@ def _product(
                     def copy(buffer: Any) -> None:
                         piece_low = jnp.clip(low - offset, 0, ring.STORE_TILE)
                         piece_high = jnp.clip(high - offset, 0, ring.STORE_TILE)
-                        store_rows(buffer, out, row, column + n, piece_low, piece_high)
+                        ring.store_rows(buffer, out, row, column + n, piece_low, piece_high)
 
                     return copy
 
@@ -419,7 +420,7 @@ def _of_rows(dtype: Any) -> Any:
 
 
 def load_steps(tiles: Tiles, scratch: dict[str, Any], steps: Any, done: Any, load: Any) -> Any:
-    """As `ring.load_steps`; `load` gets the number of the stage too."""
+    """Loads the steps of a tile as `ring.load_steps` does, and gives `load` the number of the stage too."""
 
     def step(k: Any, count: Any) -> Any:
         slot = lax.rem(count, jnp.int32(tiles.stages))
@@ -435,7 +436,8 @@ def load_steps(tiles: Tiles, scratch: dict[str, Any], steps: Any, done: Any, loa
 
 
 def ring_store(pieces: Any, scratch: dict[str, Any], wg: Any) -> None:
-    """As `ring.store`, for pieces in two dtypes and any number of buffers: copies read them for a microsecond."""
+    """Stores pieces as `ring.store` does, but in two dtypes and through any number of buffers, because a copy reads its
+    buffer for a microsecond."""
     wide, narrow = scratch["pieces"]
     buffers = wide.shape[1]
     for number, (value, copy) in enumerate(pieces):
@@ -445,30 +447,3 @@ def ring_store(pieces: Any, scratch: dict[str, Any], wg: Any) -> None:
         plgpu.commit_smem()
         copy(buffer)
         plgpu.commit_smem_to_gmem_group()
-
-
-def store_rows(buffer: Any, out: Any, row: Any, column: Any, low: Any, high: Any) -> None:
-    """As `ring.store_rows`, for pieces of any width."""
-    width = buffer.shape[-1]
-    count = jnp.maximum(high - low, 0)
-
-    @pl.when(count == ring.STORE_TILE)
-    def _() -> None:
-        plgpu.copy_smem_to_gmem(buffer, out.at[pl.ds(row, ring.STORE_TILE), pl.ds(column, width)], commit_group=False)
-
-    @pl.when(count < ring.STORE_TILE)
-    def _() -> None:
-        at = low
-        size = ring.STORE_TILE // 2
-        while size:
-
-            @pl.when((count & size) != 0)
-            def _(at: Any = at, size: int = size) -> None:
-                plgpu.copy_smem_to_gmem(
-                    buffer.at[pl.ds(at, size)],
-                    out.at[pl.ds(row + at, size), pl.ds(column, width)],
-                    commit_group=False,
-                )
-
-            at = at + (count & size)
-            size //= 2

@@ -200,12 +200,13 @@ def piece(acc: Any, m: int, n: int) -> Any:
 
 def store_rows(buffer: Any, out: Any, row: Any, column: Any, low: Any, high: Any) -> None:
     """Stores rows `[low, high)` of a piece to `out` from `row`: as a whole, or in powers of two, since a TMA box is
-    static."""
+    static. The piece is as wide as `buffer [STORE_TILE, width]`."""
+    width = buffer.shape[-1]
     count = jnp.maximum(high - low, 0)
 
     @pl.when(count == STORE_TILE)
     def _() -> None:
-        plgpu.copy_smem_to_gmem(buffer, out.at[pl.ds(row, STORE_TILE), pl.ds(column, STORE_TILE)], commit_group=False)
+        plgpu.copy_smem_to_gmem(buffer, out.at[pl.ds(row, STORE_TILE), pl.ds(column, width)], commit_group=False)
 
     @pl.when(count < STORE_TILE)
     def _() -> None:
@@ -217,7 +218,7 @@ def store_rows(buffer: Any, out: Any, row: Any, column: Any, low: Any, high: Any
             def _(at: Any = at, size: int = size) -> None:
                 plgpu.copy_smem_to_gmem(
                     buffer.at[pl.ds(at, size)],
-                    out.at[pl.ds(row + at, size), pl.ds(column, STORE_TILE)],
+                    out.at[pl.ds(row + at, size), pl.ds(column, width)],
                     commit_group=False,
                 )
 

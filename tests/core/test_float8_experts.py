@@ -185,7 +185,7 @@ def test_rows_are_multiplied_as_they_arrive(wire):
 
 
 def test_the_kernels_composition():
-    """What the kernels for Hopper GPUs are composed to, with plain JAX in the place of each, beside the rule."""
+    """The composition of the kernels for Hopper GPUs, with plain JAX in the place of each kernel, follows the rule."""
     for options in ({"wire": "float8_e4m3fn"}, {"apply_weights_to": "activation"}):
         plain = layer(functools.partial(ours, **options), jnp.bfloat16)
         with plain_float8.in_the_kernels_place():

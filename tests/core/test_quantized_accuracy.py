@@ -63,7 +63,7 @@ def layer():
 
 
 def exact(x, cotangent, idx, weights, matrices):
-    """The same in float64, without dispatch."""
+    """Returns the layer's output and its gradients in float64, computed without a dispatch."""
     with jax.enable_x64(True):
 
         def loss(x, weights, matrices):
