@@ -44,7 +44,7 @@ def python_blocks(document: pathlib.Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
 
 
-DURATIONS = {"in a few seconds": (0, 20), "in about half a minute": (6, 60), "in minutes": (45, 600)}
+DURATIONS = {"in a few seconds": (0, 16), "in about half a minute": (8, 60), "in minutes": (45, 600)}
 """A page's statement about its blocks -> CPU seconds that they take here, at least and at most.
 
 A laptop's time is close to these: two cores halve them, and XLA's whole compiler, which a test does without, makes up

@@ -230,7 +230,7 @@ std::string Absent(const Options& o) {
   });
   const double seconds = Now() - start;
   ExpectRight(world, "results that are not poisoned");
-  Expect(seconds < (2 * 0.5 + 1.0) * o.patience, Text("%d operations took %.2f s", queued, seconds));
+  Expect(seconds < (2 * 0.5 + 0.5) * o.patience, Text("%d operations took %.2f s", queued, seconds));
   // The rank comes after all: its results are poisoned at once, and it names the same rank.
   world.Each([&](int rank) {
     if (rank == absent) pool[0][rank]->LaunchAndVerify(world.states[rank].stream[0], true);
