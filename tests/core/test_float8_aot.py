@@ -6,14 +6,11 @@ It needs the plugin of `jax[cuda13]`, as `tests/flax/test_hopper_aot.py`, and CI
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from tests.support import gpu_topology
 from tests.support.ptxas_reports import check_reports, keep_reports
@@ -32,12 +29,7 @@ GIVEN = {"tiles": dataclasses.replace(hopper_float8.TILES, claimed=True), "num_s
 
 @pytest.fixture(scope="module")
 def sharding():
-    try:
-        mesh = gpu_topology.mesh(1, "ep")
-    except RuntimeError as reason:
-        assert not os.environ.get("XEN_MOE_EXPECT_CUDA"), reason
-        pytest.skip(str(reason))
-    return NamedSharding(mesh, P())
+    return gpu_topology.one_or_skip()
 
 
 def product(rows, turned, sizes, **_):

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from tests.support import gpu_topology, hopper_kernels
 from tests.support.ptxas_reports import check_reports, keep_reports
@@ -29,12 +26,7 @@ TILES = {"few rows, claimed": dataclasses.replace(FEW, claimed=True), "many rows
 
 @pytest.fixture(scope="module")
 def sharding():
-    try:
-        mesh = gpu_topology.mesh(1, "ep")
-    except RuntimeError as reason:
-        assert not os.environ.get("XEN_MOE_EXPECT_CUDA"), reason
-        pytest.skip(str(reason))
-    return NamedSharding(mesh, P())
+    return gpu_topology.one_or_skip()
 
 
 @pytest.mark.parametrize("tiles", TILES)

@@ -5,7 +5,6 @@ It needs the plugin of `jax[cuda13]`, as `tests/backends/cuda/test_aot.py`, and 
 
 from __future__ import annotations
 
-import os
 import re
 
 import jax
@@ -55,17 +54,12 @@ WAYS = {  # -> its program, and how many of the three matrices of experts it cop
 @pytest.mark.parametrize("way", WAYS)
 def test_copies_of_expert_weights(way):
     """Flax's default copies 2.4 GB at every call of this layer; the ways of docs/user/flax.md copy none."""
-    try:
-        mesh = gpu_topology.mesh(1, "ep")
-    except RuntimeError as reason:
-        assert not os.environ.get("XEN_MOE_EXPECT_CUDA"), reason
-        pytest.skip(str(reason))
-    placed = jax.NamedSharding(mesh, jax.P())
+    placed = gpu_topology.one_or_skip()
     x = jax.ShapeDtypeStruct((TOKENS, HIDDEN), jnp.bfloat16, sharding=placed)
     graph, state = nnx.split(nnx.eval_shape(lambda: MoE(CONFIG, rngs=nnx.Rngs(0))))
     state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placed), state)
     lowered, matrices = WAYS[way]
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(placed.mesh):
         program = lowered(nnx.merge(graph, state), x).compile()
     copies = re.findall(rf"= bf16\[{EXPERTS},\d+,\d+\]\S* copy(?:-start)?\(", program.as_text())
     assert len(copies) == matrices

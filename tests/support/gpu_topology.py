@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from jax.experimental import topologies
 
 H100 = """
@@ -58,3 +60,16 @@ def mesh(ranks: int, axis: str) -> jax.sharding.Mesh:
         packages = "jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm"
         raise RuntimeError(f"compiling for GPUs needs pip install --no-deps {packages}") from error
     return jax.sharding.Mesh(np.array(description.devices), (axis,))
+
+
+def one_or_skip() -> jax.NamedSharding:
+    """Returns the sharding of arrays on one H100; skips the test where the compiler is missing.
+
+    Raises:
+      AssertionError: it is missing, and XEN_MOE_EXPECT_CUDA says that it must be there.
+    """
+    try:
+        return jax.NamedSharding(mesh(1, "ep"), jax.P())
+    except RuntimeError as reason:
+        assert not os.environ.get("XEN_MOE_EXPECT_CUDA"), reason
+        pytest.skip(str(reason))
