@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import xen_moe_jax as xm
+from tests.support import plain_hopper
 from tests.support.layers import (
     CONFIG,
     DEEPSEEK,
@@ -81,6 +82,19 @@ def test_an_exact_balance_changes_no_value_and_drops_nothing(changes):
     assert exact_metrics.num_dropped == 0
     assert (exact_metrics.tokens_per_expert == metrics.tokens_per_expert).all()
     assert_same_gradients(exact, {n: g for n, g in gradients.items() if np.abs(g).max() > 1e-3}, rtol=1e-5, atol=1e-5)
+
+
+def test_on_hopper():
+    """The backward pass of the Hopper kernels, which keeps no rows of the experts, with rows of slots."""
+    exactly = dataclasses.replace(GPT_OSS, balance="exact")
+    moe, x, target = biased(layer(GPT_OSS)), tokens(16), tokens(16, seed=5)
+    y, _, gradients = run_with_gradients(moe, x, target, mesh())
+    with plain_hopper.in_the_kernels_place():
+        for config, placement in ((GPT_OSS, plan(1)), (exactly, None)):
+            moe.config = config
+            placed_y, _, placed = run_with_gradients(moe, x, target, mesh(), placement=placement)
+            np.testing.assert_allclose(placed_y, y, rtol=1e-5, atol=1e-5)
+            assert_same_gradients(placed, gradients)
 
 
 def test_an_exact_balance_among_the_active_ranks():

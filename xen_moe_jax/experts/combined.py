@@ -59,7 +59,6 @@ def experts_and_combine(function: ExpertFunction, weights: mlp.Weights, routed: 
     """
     by_rows = function.apply_weights_to == "rows"
     own = function.experts is None and function.layout == "grouped"
-    own = own and routed.handle.placement is None  # with a placement rows go home one by one, and are weighted there
     own = own and not any(isinstance(weight, QuantizedWeight) for weight in weights.values())  # no derivative
     if own and grouped_matmul.by_hopper(function.grouped_matmul, routed.x, weights["up"]):
         if by_rows:
