@@ -1,84 +1,20 @@
-// all_to_all and ragged_all_to_all: contiguous bytes from every rank to every other, through rings in the staging
-// areas. And move_weights: units of every rank to the ranks that a table names, where the message to a rank consists of
-// the units for it, one after another.
+// all_to_all and ragged_all_to_all: contiguous bytes from every rank to every other, through rings (ring.cuh). And
+// move_weights: units of every rank to the ranks that a table names, where the message to a rank consists of the units
+// for it, one after another.
 //
-// What moves: the message to rank p is divided into chunks; lane j of `lanes` carries chunks j, j + lanes, ... Who does
-// it: one half of a block copies chunks into ring slots at rank p and raises their flags; the other half copies the
-// chunks that p has sent on the same lane to the output and returns credits. The ring bounds the symmetric memory,
-// whatever the message size. Who waits for whom: a receiver waits for chunks (and, ragged, for the sender's offsets), a
-// sender for the credit of the chunk that used the slot before. In round k, rank r is paired with rank (k - r) mod R;
-// blocks claim (round, lane) in ascending order. So every wait ends, with any number of resident blocks: the smallest
-// unfinished pair of a lane has been claimed by a running block on both its ranks, and either half of the block waits
-// only for the other rank's. Memory order: as in dispatch.cuh; a credit is released after the half block has read the
-// slot. After a failed wait nothing more is stored at a peer.
-#include "cuda_kernels/core/claims.cuh"
-#include "cuda_kernels/core/launch.cuh"
-#include "cuda_kernels/core/operation.cuh"
+// Half a block is a crew. The receiver of a ragged message also waits for its sender's offsets, which the crew of lane
+// 0 sends before the first chunk.
+#include "cuda_kernels/exchange/ring.cuh"
 
 namespace xen_moe::XEN_MOE_VARIANT {
 namespace {
 
-constexpr int kHalfThreads = kThreads;
-constexpr int kBlockThreads = 2 * kHalfThreads;  // the first half sends, the second receives
-
-// A barrier of the threads of this half of the block.
-__device__ __forceinline__ void SyncHalf() {
-  if (threadIdx.x < kHalfThreads) {
-    asm volatile("bar.sync 1, %0;" ::"n"(kHalfThreads) : "memory");
-  } else {
-    asm volatile("bar.sync 2, %0;" ::"n"(kHalfThreads) : "memory");
-  }
-}
-__device__ __forceinline__ bool Leads() { return threadIdx.x % kHalfThreads == 0; }
-
-template <class Vec>
-__device__ __forceinline__ void CopyVectors(char* to, const char* from, uint64_t bytes) {
-  constexpr int kInFlight = 4;
-  const Vec* src = reinterpret_cast<const Vec*>(from);
-  Vec* dst = reinterpret_cast<Vec*>(to);
-  const uint64_t n = bytes / sizeof(Vec);
-  for (uint64_t base = threadIdx.x % kHalfThreads; base < n; base += kInFlight * kHalfThreads) {
-    Vec v[kInFlight];
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      if (base + i * kHalfThreads < n) v[i] = __ldcs(src + base + i * kHalfThreads);
-    }
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      if (base + i * kHalfThreads < n) dst[base + i * kHalfThreads] = v[i];
-    }
-  }
-  for (uint64_t b = n * sizeof(Vec) + threadIdx.x % kHalfThreads; b < bytes; b += kHalfThreads) to[b] = from[b];
-}
-__device__ __noinline__ void CopyBytes(char* to, const char* from, uint64_t bytes) {
-  const uint64_t both = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from);
-  if (both % 16 == 0) {
-    CopyVectors<int4>(to, from, bytes);
-  } else if (both % 4 == 0) {
-    CopyVectors<unsigned int>(to, from, bytes);
-  } else {
-    CopyVectors<unsigned char>(to, from, bytes);
-  }
-}
+using Half = Crew<kThreads, 1, 4>;
 
 struct Message {
   int offset;  // units into the receiver's output
   int units;
 };
-
-struct Lane {
-  uint32_t* chunk_flags;   // at the receiver
-  uint32_t* credit_flags;  // at the sender
-  char* ring;              // at the receiver
-};
-// Returns lane `lane` from `source` to `target`; both ranks compute the same.
-__device__ __forceinline__ Lane LaneOf(const ExchangeParams& p, const Running& run, int source, int target, int lane) {
-  const uint64_t in = static_cast<uint64_t>(source) * p.lanes + lane,
-                 out = static_cast<uint64_t>(target) * p.lanes + lane;
-  return {reinterpret_cast<uint32_t*>(run.half[target] + p.chunk_flags) + in * p.max_chunks,
-          reinterpret_cast<uint32_t*>(run.half[source] + p.credit_flags) + out * p.max_chunks,
-          run.data[target] + p.ring + in * p.ring_chunks * p.chunk_bytes};
-}
 
 // Returns what this rank sends to `target`; with a size or offset outside the operand it sends nothing.
 __device__ __forceinline__ Message Outgoing(const ExchangeParams& p, int target, uint64_t* first) {
@@ -99,27 +35,6 @@ __device__ __forceinline__ bool Fits(const ExchangeParams& p, const Message& m) 
 __device__ __forceinline__ uint32_t* MessageFlag(const ExchangeParams& p, const Running& run, int source, int target) {
   return reinterpret_cast<uint32_t*>(run.half[target] + p.message_flags) + source;
 }
-
-// Where a chunk lies at its sender or at its receiver.
-struct Chunk {
-  uint64_t at;  // the first byte in the operand (at the sender) or in the output (at the receiver)
-  uint64_t bytes;
-};
-
-// The chunks that one lane carries of `bytes` contiguous bytes from byte `first` on.
-struct ContiguousChunks {
-  uint64_t first, bytes, chunk_bytes, lanes, lane;
-  uint64_t count;
-  __device__ __forceinline__ ContiguousChunks(const ExchangeParams& p, uint64_t first, uint64_t bytes, int lane)
-      : first(first), bytes(bytes), chunk_bytes(p.chunk_bytes), lanes(p.lanes), lane(lane) {
-    const uint64_t all = (bytes + chunk_bytes - 1) / chunk_bytes;
-    count = min(all > this->lane ? (all - this->lane + lanes - 1) / lanes : 0, p.max_chunks);
-  }
-  __device__ __forceinline__ Chunk operator()(uint64_t n) {
-    const uint64_t begin = (n * lanes + lane) * chunk_bytes;
-    return {first + begin, min(chunk_bytes, bytes - begin)};
-  }
-};
 
 // The chunks that one lane carries of the units that `target` gets from `source`, one unit after another. The caller
 // asks for them in ascending order. kSending: the chunks' places in the operand; otherwise those in the output.
@@ -153,89 +68,40 @@ struct UnitChunks {
   }
 };
 
-// Sends one lane to `target`. Returns false if the group has failed.
-template <class Chunks>
-__device__ __forceinline__ bool SendChunks(const ExchangeParams& p, const Running& run, int target, int lane,
-                                           Chunks chunks) {
-  const uint32_t epoch = run.epoch;
-  __shared__ bool free_slot;
-  const Lane way = LaneOf(p, run, p.rank, target, lane);
-  for (uint64_t n = 0; n < chunks.count; ++n) {
-    if (n >= static_cast<uint64_t>(p.ring_chunks)) {
-      if (Leads()) free_slot = WaitFlag(way.credit_flags + n - p.ring_chunks, run, epoch, Step::kCredit, target);
-      SyncHalf();
-      if (!free_slot) return false;
-    }
-    const Chunk chunk = chunks(n);
-    CopyBytes(way.ring + n % p.ring_chunks * p.chunk_bytes, p.operand + chunk.at, chunk.bytes);
-    SyncHalf();
-    if (Leads()) {
-      __threadfence_system();
-      StoreRelaxedSystem(way.chunk_flags + n, epoch);
-    }
-  }
-  return true;
-}
+// Half a block: sends one lane to `target`. Returns false if the group has failed.
 __device__ __forceinline__ bool Send(const ExchangeParams& p, const Running& run, int target, int lane) {
-  if (p.sources) return SendChunks(p, run, target, lane, UnitChunks<true>(p, p.rank, target, lane));
+  if (p.sources) return SendChunks<Half>(p, run, target, lane, UnitChunks<true>(p, p.rank, target, lane));
   uint64_t first;
   const Message message = Outgoing(p, target, &first);
-  if (p.send_sizes && Leads() && lane == 0) {
+  if (p.send_sizes && Half::Leads() && lane == 0) {
     reinterpret_cast<Message*>(run.data[target] + p.offsets)[p.rank] = message;
-    __threadfence_system();
+    FenceSystem();
     StoreRelaxedSystem(MessageFlag(p, run, p.rank, target), run.epoch);
   }
   const uint64_t bytes = static_cast<uint64_t>(message.units) * p.unit_bytes;
-  return SendChunks(p, run, target, lane, ContiguousChunks(p, first * p.unit_bytes, bytes, lane));
+  return SendChunks<Half>(p, run, target, lane, ContiguousChunks(p, first * p.unit_bytes, bytes, lane));
 }
 
-// Receives one lane from `source`. Without `fits` the chunks are awaited and dropped. Returns false if the group has
-// failed.
-template <class Chunks>
-__device__ __forceinline__ bool ReceiveChunks(const ExchangeParams& p, const Running& run, int source, int lane,
-                                              bool fits, Chunks chunks) {
-  __shared__ bool arrived;
-  const uint32_t epoch = run.epoch;
-  const Lane way = LaneOf(p, run, source, p.rank, lane);
-  for (uint64_t n = 0; n < chunks.count; ++n) {
-    SyncHalf();
-    if (Leads()) arrived = WaitFlag(way.chunk_flags + n, run, epoch, Step::kRows, source);
-    SyncHalf();
-    if (!arrived) return false;
-    const Chunk chunk = chunks(n);
-    if (fits) CopyBytes(p.output + chunk.at, way.ring + n % p.ring_chunks * p.chunk_bytes, chunk.bytes);
-    SyncHalf();
-    // Only credits that the sender awaits: any other might arrive when the sender is two operations ahead
-    // (workspace.h).
-    if (Leads() && n + p.ring_chunks < chunks.count) {
-      __threadfence_system();
-      StoreRelaxedSystem(way.credit_flags + n, epoch);
-    }
-  }
-  return true;
-}
+// Half a block: receives one lane from `source`. Returns false if the group has failed.
 __device__ __forceinline__ bool Receive(const ExchangeParams& p, const Running& run, int source, int lane) {
   __shared__ Message message;
-  __shared__ bool arrived;
   const uint32_t epoch = run.epoch;
-  if (p.sources) return ReceiveChunks(p, run, source, lane, true, UnitChunks<false>(p, source, p.rank, lane));
-  if (Leads()) {
-    arrived = true;
-    if (p.send_sizes) {
-      arrived = WaitFlag(MessageFlag(p, run, source, p.rank), run, epoch, Step::kMetadata, source);
-      const uint32_t* from = reinterpret_cast<const uint32_t*>(run.data[p.rank] + p.offsets) + 2 * source;
-      message = {0, 0};
-      if (arrived) message = {static_cast<int>(LoadRelaxedSystem(from)), static_cast<int>(LoadRelaxedSystem(from + 1))};
-    } else {
+  if (p.sources) return ReceiveChunks<Half>(p, run, source, lane, true, UnitChunks<false>(p, source, p.rank, lane));
+  const bool arrived = Half::LeaderWaits([&] {
+    if (!p.send_sizes) {
       const int units = static_cast<int>(p.operand_units / p.ranks);
       message = {source * units, units};
+      return true;
     }
-  }
-  SyncHalf();
+    if (!WaitFlag(MessageFlag(p, run, source, p.rank), run, epoch, Step::kMetadata, source)) return false;
+    const uint32_t* from = reinterpret_cast<const uint32_t*>(run.data[p.rank] + p.offsets) + 2 * source;
+    message = {static_cast<int>(LoadRelaxedSystem(from)), static_cast<int>(LoadRelaxedSystem(from + 1))};
+    return true;
+  });
   if (!arrived) return false;
   const uint64_t bytes = static_cast<uint64_t>(max(0, message.units)) * p.unit_bytes;
   const uint64_t to = static_cast<uint64_t>(message.offset) * p.unit_bytes;
-  return ReceiveChunks(p, run, source, lane, Fits(p, message), ContiguousChunks(p, to, bytes, lane));
+  return ReceiveChunks<Half>(p, run, source, lane, Fits(p, message), ContiguousChunks(p, to, bytes, lane));
 }
 
 // Copies one lane of the units that this rank gets from itself, and fills the units that it gets from no rank. The
@@ -243,9 +109,9 @@ __device__ __forceinline__ bool Receive(const ExchangeParams& p, const Running& 
 __device__ __forceinline__ void CopyOwnUnits(const ExchangeParams& p, int lane) {
   UnitChunks<true> from(p, p.rank, p.rank, lane);
   UnitChunks<false> to(p, p.rank, p.rank, lane);
-  for (uint64_t n = threadIdx.x / kHalfThreads; n < from.count; n += 2) {
+  for (uint64_t n = Half::Number(); n < from.count; n += 2) {
     const Chunk chunk = from(n);
-    CopyBytes(p.output + to(n).at, p.operand + chunk.at, chunk.bytes);
+    CopyBytes<Half>(p.output + to(n).at, p.operand + chunk.at, chunk.bytes);
   }
   for (uint64_t unit = 0; unit < p.output_units; ++unit) {
     const int source = p.sources[p.rank * p.output_units + unit];
@@ -261,35 +127,27 @@ __device__ __forceinline__ void CopyOwn(const ExchangeParams& p, int lane) {
   if (!Fits(p, message)) return;
   const uint64_t bytes = static_cast<uint64_t>(message.units) * p.unit_bytes;
   for (uint64_t begin = lane * p.chunk_bytes; begin < bytes; begin += p.lanes * p.chunk_bytes) {
-    CopyBytes(p.output + static_cast<uint64_t>(message.offset) * p.unit_bytes + begin,
-              p.operand + first * p.unit_bytes + begin, min(p.chunk_bytes, bytes - begin));
+    CopyBytes<Half>(p.output + static_cast<uint64_t>(message.offset) * p.unit_bytes + begin,
+                    p.operand + first * p.unit_bytes + begin, min(p.chunk_bytes, bytes - begin));
   }
 }
 
-__global__ void __launch_bounds__(kBlockThreads, 1) ExchangeKernel(const __grid_constant__ ExchangeParams p) {
+__global__ void __launch_bounds__(Half::kBlockThreads, 1) ExchangeKernel(const __grid_constant__ ExchangeParams p) {
   __shared__ Running run;
   BeginOperation(run, p.call, Operation::kExchange, p.ranks, p.rank);
   if (!run.refused) {
-    const int pairs = p.ranks * p.lanes;
-    for (;;) {
-      const int claimed = BlockClaim(&run.control->claimed[static_cast<int>(Work::kPush)], 1);
-      if (claimed >= pairs) break;
-      const int round = claimed / p.lanes, lane = claimed % p.lanes;
-      const int peer = (round - p.rank + p.ranks) % p.ranks;
-      const bool sending = threadIdx.x < kHalfThreads;
-      bool going = true;
-      if (peer == p.rank && p.sources) {
-        CopyOwnUnits(p, lane);
-      } else if (peer == p.rank) {
-        if (!sending) CopyOwn(p, lane);
-      } else if (!Holds(run.active, peer)) {  // only where weights move by a table, which names active ranks alone
-      } else if (sending) {
-        going = Send(p, run, peer, lane);
-      } else {
-        going = Receive(p, run, peer, lane);
-      }
-      if (!__syncthreads_and(going)) break;
-    }
+    // A rank is inactive only where weights move by a table, which names active ranks alone.
+    TakePairs<Half>(
+        p, run,
+        [&](int lane) {
+          if (p.sources) {
+            CopyOwnUnits(p, lane);
+          } else if (!Half::Sends()) {
+            CopyOwn(p, lane);
+          }
+        },
+        [&](int target, int lane) { return !Holds(run.active, target) || Send(p, run, target, lane); },
+        [&](int source, int lane) { return !Holds(run.active, source) || Receive(p, run, source, lane); });
   }
   FinishOperation(run, [&](uint32_t index, uint32_t count) {
     FillBytes(p.output, p.output_units * p.unit_bytes, p.poison, index, count);
@@ -300,7 +158,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1) ExchangeKernel(const __grid_
 
 int LaunchRingExchange(const ExchangeParams& p, cudaStream_t stream) {
   if (Unfit(p) || p.ranks > kRanks) return cudaErrorInvalidValue;
-  ExchangeKernel<<<ExchangeBlocks(p), kBlockThreads, 0, stream>>>(p);
+  ExchangeKernel<<<ExchangeBlocks(p), Half::kBlockThreads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 int PreloadRingExchange() { return LoadKernel(ExchangeKernel); }

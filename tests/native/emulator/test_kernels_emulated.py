@@ -153,14 +153,14 @@ def test_a_scenario_of_few_ranks_is_refused_for_many(harness):
 
 FAULTS = {
     "wrong-bytes": (
-        "exchange/exchange.cu",
+        "exchange/ring.cuh",
         "p.chunk_bytes, p.operand + chunk.at, chunk.bytes",
         "p.chunk_bytes, p.operand, chunk.bytes",
     ),
     "missing-wait": (
-        "exchange/exchange.cu",
-        "arrived = WaitFlag(way.chunk_flags + n, run, epoch, Step::kRows, source);",
-        "arrived = true;",
+        "exchange/ring.cuh",
+        "return WaitFlag(flag, run, epoch, Step::kRows, source);",
+        "return true;",
     ),
     "early-line": (
         "low_latency/ll128.cuh",
