@@ -65,11 +65,11 @@ def moe_mlp(
     """Sends tokens to their experts, computes these, and adds up the results. Call it inside `jax.shard_map`.
 
     The value is that of `dispatch`, two or three grouped matmuls and `combine`, to the last bit, and so are the
-    derivatives, except on a Hopper GPU. There the backward pass keeps neither the experts' outputs nor their weighted
-    cotangents, so that gradients differ by the rounding of these, and a second derivative is an error that names
-    `ragged_dot`; on an axis of one rank the matmuls read the tokens where they lie. On a TPU the cotangents of `gate`'s
-    and `up`'s rows are added up in float32 and rounded once, and few tokens (`config.mode`) take one kernel for all of
-    it, as the Flax layers do (docs/design/tpu.md).
+    derivatives, except on a Hopper GPU or a TPU. There the backward pass keeps neither the experts' outputs nor their
+    weighted cotangents, so that gradients differ by the rounding of these, and a second derivative is an error that
+    names `ragged_dot`. On a GPU, on an axis of one rank, the matmuls read the tokens where they lie. On a TPU the
+    cotangents of `gate`'s and `up`'s rows are added up in float32 and rounded once, and few tokens (`config.mode`) take
+    one kernel for all of it, as the Flax layers do (docs/design/tpu.md).
 
     It has no start and done halves: work for the time of a transfer goes between the halves of `dispatch` and of
     `combine`, and the experts, which run between the two, are the caller's matmuls then.

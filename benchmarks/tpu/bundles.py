@@ -366,20 +366,23 @@ def scalar_operations(text: str) -> dict[str, int]:
 # -- a program ---------------------------------------------------------------------------------------------------------
 
 
-GROUPED = {"xen_moe_grouped_transposed": 1}
-"""Kernels of the gradients of grouped matmuls, and the dimension of their grids that counts visits."""
+GROUPED = ("xen_moe_grouped_transposed", "xen_moe_activation_gradients")
+"""Kernels of the gradients of grouped matmuls."""
 
 
 class Grid(NamedTuple):
     """A call of a kernel of grouped matmuls.
 
     Attributes:
-      given: a number that is larger where a step has more products. steps: of a visit. rows: of a tile.
+      products: multiplications of a piece of rows in a step of the grid. steps: of the grid. across: of the grid, for
+        a visit. piece: rows of a piece. rows: all of them.
     """
 
     kernel: str
-    given: int
+    products: int
     steps: int
+    across: int
+    piece: int
     rows: int
 
 
@@ -427,12 +430,13 @@ def recorded_grids(grids: list[Grid]) -> Iterator[None]:
 
     call = Launch.call
 
-    def recorded(self: Any, *args: Any, name: str, grid_spec: Any, **kwargs: Any) -> Any:
+    def recorded(self: Any, body: Any, *args: Any, name: str, grid_spec: Any, **kwargs: Any) -> Any:
         if name in GROUPED:
-            given = sum(math.prod(n or 1 for n in spec.block_shape) for spec in grid_spec.in_specs)
-            steps = math.prod(grid_spec.grid) // grid_spec.grid[GROUPED[name]]
-            grids.append(Grid(name, given, steps, grid_spec.in_specs[0].block_shape[0]))
-        return call(self, *args, name=name, grid_spec=grid_spec, **kwargs)
+            tiles, pairs = (body.keywords[key] for key in ("tiles", "pairs"))
+            products = len(pairs) * tiles.piece * tiles.columns * tiles.depth
+            grid, rows = grid_spec.grid, kwargs["out_shape"][0][0][0]
+            grids.append(Grid(name, products, math.prod(grid), grid[0] * grid[2], tiles.piece, rows))
+        return call(self, body, *args, name=name, grid_spec=grid_spec, **kwargs)
 
     Launch.call = recorded  # type: ignore[method-assign]
     try:

@@ -32,8 +32,8 @@ Estimates: no TPU ran this. Memory of one device as the compiled program has it:
 which count gaps between buffers twice, and the bytes that temporary buffers take, gaps once. Wire: bytes that leave a
 device in the two exchanges of the forward and the two of the backward pass, with uniform routing, over the all-to-all
 bandwidth of the torus. Kernels: VLIW bundles of our kernels, one a cycle. XLA: its own estimate of its operations; the
-grouped matmuls, scalar gathers, sorts and collectives have none and are not in it. grouped_us: bundles of our kernels
-of the matmuls' gradients, for all steps of their grids."""
+grouped matmuls, scalar gathers, sorts and collectives have none and are not in it. grouped_us: our kernels of the
+matmuls' gradients, by bundles or by the peak of the matrix units, the longer one for each piece of rows."""
 TARGETS = {
     "v5p:2x2x1": "v5p",
     "v5e:2x4": "v5e",
@@ -162,7 +162,7 @@ def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) ->
     seconds = time.monotonic() - begin
     us = 1e6 / chip.clock_hz
     counted, uncounted = kernel_cycles(compiled, devices, seed)
-    grouped = grouped_cycles(compiled, devices, seed)
+    grouped = grouped_cycles(compiled, chip, devices, seed)
     own = program == tpu_layer_programs.OWN
     version = {"tokamax": importlib.metadata.version("tokamax")} if matmul == "tokamax" else {}
     ici = ici_bytes(own, devices, seed)
@@ -209,10 +209,12 @@ def kernel_cycles(program: tpu_bundles.Program, devices: int, seed: int) -> tupl
     return counted, uncounted
 
 
-def grouped_cycles(program: tpu_bundles.Program, devices: int, seed: int) -> dict[str, float]:
-    """Cycles of the kernels of the matmuls' gradients by name, instances of one name together. Steps with more products
-    have more bundles: kernels and the calls that were traced are matched in this order. Calls of the same shapes may
-    be one kernel. Visits without rows, which end at once, are left out.
+def grouped_cycles(
+    program: tpu_bundles.Program, chip: tpu_topologies.Topology, devices: int, seed: int
+) -> dict[str, float]:
+    """Cycles of the kernels of the matmuls' gradients by name, instances of one name together. A piece of rows takes
+    its bundles, or the peak time of its products where that is longer. Pieces with more products have more bundles:
+    kernels and the calls that were traced are matched in this order. Calls of the same shapes may be one kernel.
 
     Raises:
       ValueError: there are other kernels than calls.
@@ -223,15 +225,20 @@ def grouped_cycles(program: tpu_bundles.Program, devices: int, seed: int) -> dic
     found = {}
     for name in tpu_bundles.GROUPED:
         calls = collections.Counter(grid for grid in program.grids if grid.kernel == name)
-        loops = sorted((loop for kernel, loop in program.every_kernel if kernel == name), key=_step)
+        loops = sorted((loop for kernel, loop in program.every_kernel if kernel == name), key=_of_grid)
         alike = len(loops) == len(calls)
         grids = sorted(calls if alike else calls.elements())
         if len(grids) != len(loops):
             raise ValueError(f"{name}: {len(loops)} kernels in the dump, {sum(calls.values())} calls")
         found[name] = 0.0
         for grid, loop in zip(grids, loops, strict=True):
-            steps = (calls[grid] if alike else 1) * grid.steps * visits(routing.experts, grid.rows)
-            found[name] += steps * _step(loop) / loop.cores
+            zeros, *_, multiplied = _of_grid(loop)[::-1]
+            step = sum(inner.bundles for inner in loop.inner)
+            least = 2 * grid.products * loop.cores / chip.flops_per_s * chip.clock_hz
+            pieces = visits(routing.experts, grid.piece) * max(multiplied, least)
+            pieces += (grid.rows - sum(routing.experts)) // grid.piece * zeros
+            cycles = (grid.steps * step + grid.across * pieces) / loop.cores
+            found[name] += (calls[grid] if alike else 1) * cycles
     return {name: cycles for name, cycles in found.items() if cycles}
 
 
@@ -244,9 +251,9 @@ def visits(sizes: tuple[int, ...], rows: int) -> int:
     return total
 
 
-def _step(kernel: Loop) -> int:
-    """Bundles of one step of a kernel's grid."""
-    return sum(loop.bundles for loop in kernel.all_inner())
+def _of_grid(kernel: Loop) -> list[int]:
+    """Bundles of the loops in a step of a kernel's grid, over the pieces of rows: of the longest one first."""
+    return sorted((loop.bundles for step in kernel.inner for loop in step.inner), reverse=True)
 
 
 def ici_bytes(own: bool, devices: int, seed: int) -> int:

@@ -16,7 +16,7 @@ from benchmarks.tpu.topologies import Topology
 GOAL = 1.15
 SENDING = ("xen_moe_push", "xen_moe_reduce_slots")
 """Kernels that send rows, once forward and once backward each."""
-OF_KERNEL = {"xen_moe_grouped_transposed": 3}
+OF_KERNEL = {"xen_moe_grouped_transposed": 2, "xen_moe_activation_gradients": 1}
 """Matmuls that a kernel of ours makes: the gradients by the rows."""
 MATMULS = 9
 """Grouped matmuls of gate, up and down: forward, and backward by rows and by weights."""

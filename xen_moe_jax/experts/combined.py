@@ -1,15 +1,17 @@
 """Experts and the combine of their rows as one differentiable step: fewer passes over the rows in the backward pass.
 
-Where nothing is fused, this is `combine(experts(rows))`. Where the Hopper kernels multiply, the value has the same
-bits, and the backward pass is another. A combine weights the rows `[C, H]`, so that its transpose multiplies the
-cotangent's rows by the router weights, and the gradient of these weights reads the experts' output. Both results can
-be computed in front of the last matmul, where a row has F elements; weighted rows then give the gradient of `down`:
+Where nothing is fused, this is `combine(experts(rows))`. Where the kernels for Hopper GPUs or for TPUs multiply, the
+value has the same bits, and the backward pass is another. A combine weights the rows `[C, H]`, so that its transpose
+multiplies the cotangent's rows by the router weights, and the gradient of these weights reads the experts' output. Both
+results can be computed in front of the last matmul, where a row has F elements; weighted rows then give the gradient of
+`down`:
 
     by_inner = rows_of_cotangent @ down.T           by_row_weights = sum(inner * by_inner)
     by_down  = (w * inner).T @ rows_of_cotangent    cotangent of the activation = w * by_inner
 
-So neither the experts' output nor `inner` is kept, and no pass over `[C, H]` is made between two kernels. XLA makes one
-kernel of the arithmetic here: it reads the projections and `by_inner`, and writes their cotangents and `w * inner`.
+So neither the experts' output nor `inner` is kept, and no pass over `[C, H]` is made between two kernels. Of the
+arithmetic here, which reads the projections and `by_inner` and writes their cotangents and `w * inner`, XLA makes one
+kernel on a GPU; on a TPU the kernel that multiplies `rows_of_cotangent @ down.T` has it, too.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from xen_moe_jax._mesh import vary_alike
 from xen_moe_jax._quantize import parse_wire, quantize
 from xen_moe_jax._quantized_weight import QuantizedWeight
 from xen_moe_jax._types import Handle, Routed
-from xen_moe_jax.experts import grouped_matmul, hopper, hopper_float8, mlp
+from xen_moe_jax.experts import grouped_matmul, hopper, hopper_float8, mlp, on_tpu
 from xen_moe_jax.experts.function import ExpertFunction
 
 
@@ -62,13 +64,22 @@ def experts_and_combine(function: ExpertFunction, weights: mlp.Weights, routed: 
     own = own and not any(isinstance(weight, QuantizedWeight) for weight in weights.values())  # no derivative
     if own and grouped_matmul.by_hopper(function.grouped_matmul, routed.x, weights["up"]):
         if by_rows:
-            return _weighted_combine(function, weights, routed, back)
+            return _weighted_combine(function, weights, routed, back, _run)
         return _plain_combine(back, run_experts(function, weights, routed), routed.handle)
+    if own and by_rows and by_pallas(function, routed.x, weights):
+        return _weighted_combine(function, weights, routed, back, _run_on_tpu)
     at_home = function.layout == "grouped" and routed.handle.placement is None
     if by_rows and at_home and mlp.by_float8_kernels(function, routed.x, weights):
         return _weighted_float8(function, weights, routed, back)
     y = run_experts(function, weights, routed)
     return back(y, routed.handle, weighted=by_rows)
+
+
+def by_pallas(function: ExpertFunction, rows: jax.Array, weights: mlp.Weights) -> bool:
+    """True if both gradients by the rows are kernels of `on_tpu`, with what lies between them in one of the two."""
+    inner = jax.ShapeDtypeStruct((rows.shape[0], weights["up"].shape[2]), rows.dtype)
+    pairs = [*((rows, weights[name]) for name in mlp.projection_names(function)), (inner, weights["down"])]
+    return not function.expert_bias and all(grouped_matmul.by_pallas(function.grouped_matmul, *pair) for pair in pairs)
 
 
 def run_experts(function: ExpertFunction, weights: mlp.Weights, routed: Routed) -> jax.Array:
@@ -120,13 +131,16 @@ def _plain_backward(back: Return, handle: Handle, cotangent: jax.Array) -> tuple
 _plain_combine.defvjp(_plain_forward, _plain_backward)
 
 
-def _weighted_combine(function: ExpertFunction, weights: mlp.Weights, routed: Routed, back: Return) -> jax.Array:
-    """Returns `[T, H]`: experts by the Hopper kernels and a weighted combine, with the backward pass of this module."""
+def _weighted_combine(
+    function: ExpertFunction, weights: mlp.Weights, routed: Routed, back: Return, run: Any
+) -> jax.Array:
+    """Returns `[T, H]`: experts and a weighted combine with the backward pass of this module, `_run` or
+    `_run_on_tpu`."""
     leaves, tree = jax.tree.flatten((routed, weights))
     routed, weights = jax.tree.unflatten(tree, vary_alike(*leaves))
     last = {name: weights.pop(name) for name in list(weights) if name.startswith("down")}
     handle = jax.lax.stop_gradient(routed.handle)
-    return _run(_Step(function, back), routed.x, routed.handle.weights, weights, last, routed.group_sizes, handle)
+    return run(_Step(function, back), routed.x, routed.handle.weights, weights, last, routed.group_sizes, handle)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +189,39 @@ def _backward(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
 
 
 _run.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run_on_tpu(step: _Step, rows: Any, row_weights: Any, first: Any, last: Any, sizes: Any, handle: Any) -> Any:
+    """The value of `_run`."""
+    return step.home(step.outer(step.inner(rows, first, sizes), last, sizes), handle, row_weights)
+
+
+def _forward_on_tpu(
+    step: _Step, rows: Any, row_weights: Any, first: Any, last: Any, sizes: Any, handle: Any
+) -> tuple[Any, Any]:
+    weights, _ = mlp.weights_and_biases(step.function, first)
+    projections = on_tpu.products(rows, weights, sizes)
+    inner = mlp.activated(step.function, projections)
+    out = step.home(step.outer(inner, last, sizes), handle, row_weights)
+    return out, (projections, rows, row_weights, first, last, sizes, handle)
+
+
+def _backward_on_tpu(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
+    projections, rows, row_weights, first, last, sizes, handle = kept
+    projections, row_weights, cotangent = jax.tree.map(hopper.first_order, (projections, row_weights, cotangent))
+    weights, _ = mlp.weights_and_biases(step.function, first)
+    by_output = step.back.transposed(cotangent, handle)
+    by_projections, weighted, by_row_weights = on_tpu.behind_activation(
+        by_output, last["down"], projections, row_weights, sizes, mlp.in_kernels(step.function)
+    )
+    by_last = {"down": on_tpu.by_weight(weighted, last["down"], sizes, by_output)}
+    by_rows, by_weights = on_tpu.by_operands(rows, weights, sizes, by_projections)
+    by_first = dict(zip(mlp.projection_names(step.function), by_weights, strict=True))
+    return by_rows, by_row_weights, by_first, by_last, None, None
+
+
+_run_on_tpu.defvjp(_forward_on_tpu, _backward_on_tpu)
 
 
 def _weighted_float8(function: ExpertFunction, weights: mlp.Weights, routed: Routed, back: Return) -> jax.Array:

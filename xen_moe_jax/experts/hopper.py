@@ -263,7 +263,7 @@ def first_order(array: jax.Array) -> jax.Array:
 @first_order.defjvp
 def _refuse(primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(
-        "a second derivative of experts on a Hopper GPU: the kernels have first derivatives alone; pass "
+        "a second derivative of experts on a Hopper GPU or a TPU: the kernels have first derivatives alone; pass "
         "grouped_matmul='ragged_dot', whose derivatives are JAX's"
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -80,7 +80,9 @@ def activate(config: ExpertFunction, gate: jax.Array | None, up: jax.Array) -> j
     return gate * jax.nn.sigmoid(config.activation_alpha * gate) * (up + 1)
 
 
-def _activated(config: ExpertFunction, projections: list[jax.Array], row_weights: jax.Array | None = None) -> jax.Array:
+def activated(
+    config: ExpertFunction, projections: Sequence[jax.Array], row_weights: jax.Array | None = None
+) -> jax.Array:
     """Returns the activation of the projections, `gate` and `up` or `up` alone, times `row_weights`. The backward pass
     keeps no other array of their size."""
 
@@ -152,7 +154,7 @@ def inner_rows(
     if quantized.by_kernel(config.grouped_matmul, x, given):
         products = quantized.grouped_matmuls(x, given, group_sizes)
         projections = [biases.add(product, name) for product, name in zip(products, names, strict=True)]
-        return _activated(config, projections, biases.used_weights(row_weights))
+        return activated(config, projections, biases.used_weights(row_weights))
     weights = _wide(config, weights, ("gate", "up"), x.dtype)
     if all(grouped_matmul.by_hopper(config.grouped_matmul, x, weights[name]) for name in names):
         both, added = weights_and_biases(config, weights)
@@ -163,7 +165,7 @@ def inner_rows(
         matmul = grouped_matmul.choose(config.grouped_matmul)
         products = [matmul(x, weights[name], group_sizes) for name in names]
     projections = [biases.add(product, name) for name, product in zip(names, products, strict=True)]
-    return _activated(config, projections, biases.used_weights(row_weights))
+    return activated(config, projections, biases.used_weights(row_weights))
 
 
 def weights_and_biases(
@@ -274,7 +276,7 @@ def padded_experts(
         bias = weights[f"{name}_bias"][:, None, :]
         return out + (bias if factors is None else weighted(bias, factors))
 
-    inner = _activated(config, [project(x, name) for name in projection_names(config)], row_weights)
+    inner = activated(config, [project(x, name) for name in projection_names(config)], row_weights)
     return project(inner, "down", row_weights)
 
 
@@ -288,4 +290,4 @@ def shared_expert(config: ExpertFunction, x: jax.Array, weights: Weights, share:
     def project(rows: jax.Array, name: str) -> jax.Array:
         return rows @ widened(weights[f"shared_{name}"], rows.dtype)
 
-    return weighted(project(_activated(config, [project(x, name) for name in projection_names(config)]), "down"), share)
+    return weighted(project(activated(config, [project(x, name) for name in projection_names(config)]), "down"), share)

@@ -1,7 +1,9 @@
 """The router's logits, in full float32: as matmuls of bfloat16 where that is exact and the faster way.
 
 A float32 number is the sum of three bfloat16 numbers, so bfloat16 tokens times a float32 router are three matmuls of
-bfloat16 whose products float32 holds exactly. On an NVIDIA GPU these run on tensor cores; a float32 matmul does not.
+bfloat16 whose products float32 holds exactly. On an NVIDIA GPU these run on tensor cores; a float32 matmul does not. On
+a TPU a float32 matmul is six of bfloat16, and three where one operand is a converted bfloat16 array: here the gradient
+of the tokens is three, too.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import jax.numpy as jnp
 
 from xen_moe_jax._mesh import platform, vary_alike
 
-PLATFORMS = ("cuda",)
+PLATFORMS = ("cuda", "tpu")
 """Platforms where bfloat16 tokens take the three matmuls."""
 PARTS = 3
 """bfloat16 numbers whose sum is a float32 number: 24 bits of mantissa, 8 in each."""

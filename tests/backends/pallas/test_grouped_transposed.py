@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 
 import jax
@@ -16,7 +17,8 @@ import xen_moe_jax as xm
 from tests.support import interpreter
 from tests.support.checks import assert_bits
 from xen_moe_jax.experts import on_tpu
-from xen_moe_jax.pallas_kernels.grouped_transposed import Tiles, grouped_transposed
+from xen_moe_jax.pallas_kernels.grouped_transposed import Tiles, activation_gradients, grouped_transposed
+from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.launch import Launch
 
 SIZES = {
@@ -44,8 +46,12 @@ def launch():
     return Launch(1, interpret=pltpu.InterpretParams(detect_races=True))
 
 
+STEPS = {"two steps": Tiles(256, 128, 128, 64), "one step": Tiles(128, 128, 256, 32)}
+
+
 @pytest.mark.parametrize("name", SIZES)
-def test_cotangents_times_transposed_weights(name):
+@pytest.mark.parametrize("steps", STEPS)
+def test_cotangents_times_transposed_weights(name, steps):
     """Two pairs are added up; a width that tiles do not divide; what lies past the last group is zero."""
     rng, sizes, width = np.random.default_rng(0), SIZES[name], 200
     cotangents = [whole_numbers(rng, ROWS, DEPTH) for _ in range(2)]
@@ -56,17 +62,64 @@ def test_cotangents_times_transposed_weights(name):
             expected[end - size : end] += cotangent[end - size : end] @ weight[e].T
     for cotangent in cotangents:
         cotangent[sum(sizes) :] = np.nan
-    out = jax.jit(functools.partial(grouped_transposed, tiles=Tiles(128, 128, 128), launch=launch()))(
+    out = jax.jit(functools.partial(grouped_transposed, tiles=STEPS[steps], launch=launch()))(
         [jnp.asarray(a) for a in cotangents], [jnp.asarray(w) for w in weights], jnp.asarray(sizes, jnp.int32)
     )
     assert not interpreter.races_found()
     assert_bits(np.asarray(out), expected, name)
 
 
+@pytest.mark.parametrize("name", ["experts that share tiles, one without rows", "no rows at all"])
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_gradients_through_an_activation(name, activation):
+    """Of `(f * a(gate, up)) @ weight`; what lies past the last group is zero, and stays out of every result."""
+    rng, sizes, width, depth = np.random.default_rng(1), SIZES[name], 256, 128
+    activation = Activation(activation)
+    used = np.arange(ROWS) < sum(sizes)
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    cotangent = whole_numbers(rng, ROWS, depth)
+    weight = whole_numbers(rng, len(sizes), width, depth)
+    projections = [rng.standard_normal((ROWS, width)).astype(np.float32) for _ in range(1 + activation.gated)]
+    factors = rng.random(ROWS).astype(np.float32)
+
+    def inner(projections, factors):
+        return factors[:, None] * activation(*projections)
+
+    by_inner = np.zeros((ROWS, width), np.float32)
+    by_inner[used] = np.einsum("ca,cba->cb", cotangent[used], weight[group])
+    expected, pull = jax.vjp(inner, projections, factors)
+    by_projections, by_factors = pull(jnp.asarray(by_inner))
+    for array in (cotangent, factors, *projections):
+        array[~used] = np.nan
+    tiles = Tiles(256, 128, 64, 64)
+    run = functools.partial(activation_gradients, activation=activation, tiles=tiles, launch=launch())
+    given = jax.tree.map(jnp.asarray, (cotangent, weight, projections, factors, np.asarray(sizes, np.int32)))
+    found, weighted, of_factors = jax.jit(run)(*given)
+    assert not interpreter.races_found()
+    for value, wanted in [(weighted, expected), (of_factors, by_factors), *zip(found, by_projections, strict=True)]:
+        value, wanted = np.asarray(value), np.where(used.reshape(-1, *[1] * (value.ndim - 1)), wanted, 0)
+        assert np.abs(value - wanted).max() <= 1e-6 * max(np.abs(wanted).max(), 1)
+        assert not value[~used].any()
+
+
 def test_no_rows_have_no_tiles(monkeypatch):
     monkeypatch.setattr(on_tpu, "platform", lambda: "tpu")
     rows, weights = jnp.zeros((128, 256)), jnp.zeros((2, 256, 128))
     assert on_tpu.supports(rows, weights) and not on_tpu.supports(rows[:0], weights)
+
+
+def test_tiles_fit_and_divide():
+    """Of the layers of the presets and of widths that few numbers divide; on v4 with 16 MiB of VMEM, too."""
+    for limit, (rows, depth, width), operands, results in itertools.product(
+        (16 * 2**20, 64 * 2**20, 128 * 2**20),
+        ((40960, 7168, 2048), (40960, 2048, 7168), (128, 128, 128), (384, 2944, 1152)),
+        (1, 2),
+        (1, 5),
+    ):
+        tiles = on_tpu.tiles_for(limit, rows, depth, width, operands, 2, 64, results)
+        assert rows % tiles.rows == width % tiles.columns == depth % tiles.depth == tiles.rows % tiles.piece == 0
+        assert tiles.vmem_bytes(operands, 2, results) <= limit * 3 // 4
+        assert operands * tiles.columns * tiles.depth <= on_tpu.STEP
 
 
 @pytest.mark.parametrize("changes", [{}, {"activation": "relu2"}, {"apply_weights_to": "input"}], ids=str)
@@ -100,7 +153,9 @@ def test_a_layer_has_the_gradients_of_ragged_dot(changes, monkeypatch):
             return jnp.sum(y * jnp.cos(y)), y
 
         program = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
-        assert ("grouped_transposed" in str(jax.make_jaxpr(program)(x, factors, weights))) == (grouped_matmul == "auto")
+        jaxpr = str(jax.make_jaxpr(program)(x, factors, weights))
+        assert ("grouped_transposed" in jaxpr) == (grouped_matmul == "auto")
+        assert ("activation_gradients" in jaxpr) == (grouped_matmul == "auto" and "apply_weights_to" not in changes)
         return jax.jit(program)(x, factors, weights)
 
     (_, y), gradients = run("auto")

@@ -59,8 +59,8 @@ def test_the_peer_computes_the_same_layer():
 def compile_both(generation, topology, tokens, sizes, width):
     pytest.importorskip("libtpu", reason="compiling for TPU needs libtpu: pip install 'xen-moe-jax[tpu]'")
     return [
-        tpu_layer_programs.compile_layer(program, generation, topology, tokens, sizes, width)
-        for program in (tpu_layer_programs.OWN, tpu_layer_programs.PEER)
+        tpu_layer_programs.compile_layer(program, generation, topology, tokens, sizes, width, matmul)
+        for program, matmul in ((tpu_layer_programs.OWN, "auto"), (tpu_layer_programs.PEER, "ragged_dot"))
     ]
 
 
