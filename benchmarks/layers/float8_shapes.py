@@ -5,8 +5,10 @@
 A line has the experts of one rank with random groups, as `model_shapes`. Parts: gate and up with the activation, and
 down, both of operands that are quantized already; the forward pass and all gradients, from rows as an fp8 wire brings
 them and weights in bfloat16, which each call quantizes; `moe_mlp` on one rank, of an eighth as many tokens, with top-8
-and an fp8 wire. TFLOP/s count the multiplications of the matmuls alone. A time is the median of repeats, each of
-several calls queued at once. torch multiplies gate and up as one matmul with a scale a row, without an activation.
+and an fp8 wire. TFLOP/s count the multiplications of the matmuls alone. A time is the median of rounds in which all
+parts take turns, each with several calls queued at once, since a GPU's first milliseconds under load are faster than
+the rest. torch multiplies gate and up as one matmul with a scale a row, without an activation. With `--kernels` the
+time of each kernel of a part is written, too.
 
 Rows of the key "float8" of the JSON file are replaced. Several processes may share it, each with some of the parts and
 all with one `--lock`: they compile side by side and measure one after the other.
@@ -41,21 +43,23 @@ NAMES = (
 MATMULS = {"gate and up": 2, "down": 1, "forward": 3, "forward and backward": 9}
 """Matmuls of each part. Parts that only quantize have none."""
 TOP_K = 8
-CALLS, REPEATS = 5, 5
+CALLS, ROUNDS = 5, 7
 
 
-def median_us(call: Callable[[], Any], wait: Callable[[Any], None]) -> float:
-    """Returns the median over `REPEATS` of a call's time in us. In each repeat `CALLS` calls are queued at once."""
-    wait(call())
-    wait(call())
-    times = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        for _ in range(CALLS):
-            out = call()
-        wait(out)
-        times.append((time.perf_counter() - began) / CALLS * 1e6)
-    return statistics.median(times)
+def medians_us(calls: dict[str, Callable[[], Any]], wait: Callable[[Any], None]) -> dict[str, float]:
+    """Returns the median over `ROUNDS` of each call's time in us. In a round `CALLS` of each are queued at once."""
+    times: dict[str, list[float]] = {part: [] for part in calls}
+    for call in calls.values():
+        wait(call())
+    for _ in range(ROUNDS):
+        for part, call in calls.items():
+            began = time.perf_counter()
+            for _ in range(CALLS):
+                out = call()
+            wait(out)
+            times[part].append((time.perf_counter() - began) / CALLS * 1e6)
+            del out
+    return {part: statistics.median(each) for part, each in times.items()}
 
 
 def programs(name: str) -> tuple[Callable[[], Any], dict[str, tuple[Callable[..., Any], tuple[str, ...]]]]:
@@ -176,7 +180,7 @@ def torch_times(name: str) -> dict[str, float]:
     hidden, width, experts, rows, _, _ = MODELS[name]
     ends = torch.tensor(sizes_of(experts, rows), device="cuda").cumsum(0).to(torch.int32)
 
-    def time_of(depth: int, columns: int) -> float:
+    def call_of(depth: int, columns: int) -> Callable[[], Any]:
         x = torch.randn(rows, depth, device="cuda").to(torch.float8_e4m3fn)
         w = torch.randn(experts, columns, depth, device="cuda", dtype=torch.bfloat16).to(torch.float8_e4m3fn)
         scales = torch.rand(rows, device="cuda"), torch.rand(experts, columns, device="cuda")
@@ -186,9 +190,11 @@ def torch_times(name: str) -> dict[str, float]:
                 x, w.transpose(1, 2), *scales, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
             )
 
-        return median_us(run, lambda _: torch.cuda.synchronize())
+        return run
 
-    found = {"gate and up, torch": time_of(hidden, 2 * width), "down, torch": time_of(width, hidden)}
+    calls = {"gate and up, torch": call_of(hidden, 2 * width), "down, torch": call_of(width, hidden)}
+    found = medians_us(calls, lambda _: torch.cuda.synchronize())
+    calls.clear()
     torch.cuda.empty_cache()
     return found
 
@@ -204,9 +210,18 @@ def rate(name: str, part: str, us: float) -> int | None:
     return count and round(count * 2 * rows * hidden * width / 1e6 / us)
 
 
-def measured(name: str, only: list[str] | None, alone: Callable[[], Any], write: Callable[[str, Any], None]) -> None:
-    """Compiles the parts of a model, then measures them; `write` gets the model and the time of each part."""
+def measured(
+    name: str,
+    only: list[str] | None,
+    profiled: bool,
+    alone: Callable[[], Any],
+    write: Callable[..., None],
+) -> None:
+    """Compiles the parts of a model, then measures them; `write` gets the model, the time of each part, and those of
+    its kernels where they are `profiled`."""
     import jax
+
+    from benchmarks.layers.one_rank import kernels
 
     draw, parts = programs(name)
     shapes = jax.eval_shape(draw)
@@ -222,14 +237,16 @@ def measured(name: str, only: list[str] | None, alone: Callable[[], Any], write:
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         ready = dict(zip(chosen, pool.map(compiled, chosen), strict=True))
     with alone():
-        operands = draw() if chosen else {}
+        operands, calls = draw() if chosen else {}, {}
         for part, program in ready.items():
             if isinstance(program, Exception):
                 print(f"{name}: {part}: {program!r}"[:2000], file=sys.stderr, flush=True)
                 continue
-            call = functools.partial(program, *(operands[n] for n in parts[part][1]))
-            write(name, {part: median_us(call, jax.block_until_ready)})
-        del operands
+            calls[part] = functools.partial(program, *(operands[n] for n in parts[part][1]))
+        write(name, medians_us(calls, jax.block_until_ready))
+        for part, call in calls.items() if profiled else ():
+            write(name, {}, {part: kernels(call)})
+        del operands, calls
         if only is None or "torch" in only:
             write(name, torch_times(name))
 
@@ -248,12 +265,15 @@ def main() -> int:
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), metavar="MODEL")
     parser.add_argument("--parts", nargs="+", default=None, metavar="PART", help='"torch" is one of them')
+    parser.add_argument("--kernels", action="store_true", help="the time of each kernel, too")
     parser.add_argument("--lock", type=pathlib.Path, help="processes with this file measure one after the other")
     options = parser.parse_args()
 
-    def write(name: str, times: dict[str, float]) -> None:
+    def write(name: str, times: dict[str, float], kernels: dict[str, dict[str, float]] | None = None) -> None:
         for part, us in times.items():
             print(f"{name}: {part}: {us:.0f} us, {rate(name, part, us)} TFLOP/s", flush=True)
+        for part, each in (kernels or {}).items():
+            print(f"{name}: {part}: {each}", flush=True)
         if not options.json:
             return
         found = json.loads(options.json.read_text()) if options.json.exists() else {}
@@ -263,10 +283,12 @@ def main() -> int:
         for part, us in times.items():
             row = {"us": round(us, 1)} | ({"TFLOP/s": rate(name, part, us)} if rate(name, part, us) else {})
             entry["rows"].setdefault(name, {})[part] = row
+        for part, each in (kernels or {}).items():
+            entry["rows"].setdefault(name, {}).setdefault(part, {})["kernels, us"] = each
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 
     for name in options.only:
-        measured(name, options.parts, functools.partial(locked, options.lock), write)
+        measured(name, options.parts, options.kernels, functools.partial(locked, options.lock), write)
     return 0
 
 
