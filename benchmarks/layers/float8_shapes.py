@@ -109,6 +109,9 @@ def programs(name: str) -> tuple[Callable[[], Any], dict[str, tuple[Callable[...
     def columns(x: Any, sizes: Any) -> Any:
         return float8_quantize.columns(x, float8_quantize.blocks_of_groups(sizes, rows)[0])
 
+    def rows_and_columns(x: Any, sizes: Any) -> Any:
+        return float8_quantize.both(x, float8_quantize.blocks_of_groups(sizes, rows)[0])
+
     def first(x: Any, gate: Any, up: Any, sizes: Any) -> Any:
         return hopper.activated(x, (gate, up), sizes, activation=activation)
 
@@ -169,6 +172,8 @@ def programs(name: str) -> tuple[Callable[[], Any], dict[str, tuple[Callable[...
         "quantize rows": (float8_quantize.rows, ("x",)),
         "quantize weights": (functools.partial(float8_quantize.weights, product=True, gradient=True), ("gate",)),
         "quantize columns": (columns, ("x", "sizes")),
+        "quantize rows and columns": (rows_and_columns, ("x", "sizes")),
+        "quantize columns again": (columns, (q["x"], "sizes")),
     }
     return lambda: jax.jit(lambda: quantized(draw()))(), parts
 

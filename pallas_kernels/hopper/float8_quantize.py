@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from xen_moe_jax.pallas_kernels.hopper import float8_tile
 from xen_moe_jax.pallas_kernels.hopper.float8_rows import (
     BLOCK,
     DTYPE,
@@ -26,13 +27,9 @@ from xen_moe_jax.pallas_kernels.hopper.float8_rows import (
     quantized,
     scales_of,
 )
+from xen_moe_jax.pallas_kernels.hopper.float8_tile import HALF
 from xen_moe_jax.pallas_kernels.hopper.tiles import up_to_each
 
-HALF = 64
-"""Columns of 16 bits in a row of shared memory."""
-WIDE: Any = (plgpu.TilingTransform((1, HALF)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-NARROW: Any = (plgpu.TilingTransform((1, BLOCK)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-"""WIDE and NARROW have tiles of one row, so that copies may begin at any row."""
 UNIT = 4
 """TMA copies of a row of float32 numbers begin at multiples of so many numbers, 16 bytes. A copy that begins elsewhere
 is an illegal instruction (H100, CUDA 13.0)."""
@@ -116,7 +113,7 @@ def weights(array: jax.Array, *, product: bool, gradient: bool) -> tuple[Quantiz
 
     shapes = (out(beside, above) if product else []) + (out(above, beside) if gradient else [])
     scratch = {
-        "given": plgpu.SMEM((BLOCK // HALF, BLOCK, HALF), array.dtype, transforms=WIDE),
+        "given": float8_tile.wide(array.dtype),
         "lying": TILE,
         "turned": TILE,
         "amax": plgpu.SMEM((ROWS,), jnp.int32),
@@ -138,9 +135,7 @@ def rows(array: jax.Array) -> Quantized:
 
     def body(source: Any, out: Any, scales: Any, *, given: Any, values: Any, loaded: Any) -> None:
         i, j = (lax.axis_index(name) for name in "xy")
-        for half in range(BLOCK // HALF):
-            at = (pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK + half * HALF, HALF))
-            plgpu.copy_gmem_to_smem(source.at[at], given.at[half], loaded)
+        float8_tile.load(source, i * BLOCK, j * BLOCK, given, loaded)
         plgpu.barrier_wait(loaded)
         for m in range(0, BLOCK, ROWS):
             values[pl.ds(m, ROWS)], scale = quantized(_piece(given, m))
@@ -154,7 +149,7 @@ def rows(array: jax.Array) -> Quantized:
         jax.ShapeDtypeStruct((1, beside, above * BLOCK), jnp.float32),
     ]
     scratch = {
-        "given": plgpu.SMEM((BLOCK // HALF, BLOCK, HALF), array.dtype, transforms=WIDE),
+        "given": float8_tile.wide(array.dtype),
         "values": TILE,
         "loaded": plgpu.Barrier(num_arrivals=BLOCK // HALF),
     }
@@ -190,65 +185,76 @@ def columns(array: jax.Array | Quantized, blocks: jax.Array) -> Quantized:
     Returns:
       Values and scales; `A` is padded to a multiple of 128 with zeros. Blocks without rows are unspecified.
     """
-    of_rows = isinstance(array, Quantized)
-    operands = (array.values, array.scales) if isinstance(array, Quantized) else (array,)
-    total, beside = blocks.shape[1], pl.cdiv(operands[0].shape[1], BLOCK)
+    return _by_blocks(array, blocks, product=False)[1]
 
-    def body(facts: Any, *refs: Any, given: Any, factors: Any, values: Any, turned: Any, loaded: Any) -> None:
+
+@jax.jit
+def both(array: jax.Array, blocks: jax.Array) -> tuple[Quantized, Quantized]:
+    """`rows` and `columns` of 16-bit floats, which are read once. Rows past the last group are unspecified."""
+    of_rows, of_columns = _by_blocks(array, blocks, product=True)
+    assert of_rows is not None
+    return of_rows, of_columns
+
+
+def _by_blocks(array: jax.Array | Quantized, blocks: jax.Array, *, product: bool) -> tuple[Quantized | None, Quantized]:
+    """Quantizes blocks of up to 128 rows of a group. For a `product` all 128 rows from a block's first on are written:
+    those of the next group are what its own block writes there."""
+    again = isinstance(array, Quantized)
+    operands = (array.values, array.scales) if isinstance(array, Quantized) else (array,)
+    (count, width), total = operands[0].shape, blocks.shape[1]
+    beside = pl.cdiv(width, BLOCK)
+
+    def body(facts: Any, *refs: Any, given: Any, turned: Any, loaded: Any, factors: Any = None, values: Any = None):
         block, j = (lax.axis_index(name) for name in "xy")
         start, size = facts[0, block], facts[1, block]
+        sources, outputs = refs[: len(operands)], list(refs[len(operands) :])
+        of_columns, scales = outputs[-2:]
+        at = scales.at[block, pl.ds(j * BLOCK, BLOCK)]
 
         @pl.when(size > 0)
         def _() -> None:
-            if of_rows:
-                source, scales = refs[:2]
-                plgpu.copy_gmem_to_smem(source.at[pl.ds(start, BLOCK), pl.ds(j * BLOCK, BLOCK)], given, loaded)
-                first = (0, j, pl.ds(pl.multiple_of(start - lax.rem(start, jnp.int32(UNIT)), UNIT), BLOCK + 2 * UNIT))
-                plgpu.copy_gmem_to_smem(scales.at[first], factors, loaded)
+            first = lax.rem(start, jnp.int32(UNIT))
+            if again:
+                plgpu.copy_gmem_to_smem(sources[0].at[pl.ds(start, BLOCK), pl.ds(j * BLOCK, BLOCK)], given, loaded)
+                place = (0, j, pl.ds(pl.multiple_of(start - first, UNIT), BLOCK + 2 * UNIT))
+                plgpu.copy_gmem_to_smem(sources[1].at[place], factors, loaded)
             else:
-                for half in range(BLOCK // HALF):
-                    at = (pl.ds(start, BLOCK), pl.ds(j * BLOCK + half * HALF, HALF))
-                    plgpu.copy_gmem_to_smem(refs[0].at[at], given.at[half], loaded)
+                float8_tile.load(sources[0], start, j * BLOCK, given, loaded)
             plgpu.barrier_wait(loaded)
+            if product:
+                float8_tile.quantize_rows(given, values, outputs[1].at[0, j, pl.ds(start, BLOCK)])
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(values, outputs[0].at[pl.ds(start, BLOCK), pl.ds(j * BLOCK, BLOCK)])
 
-            def piece(m: int) -> Any:
-                if of_rows:
-                    value = plgpu.load(given.at[pl.ds(m, ROWS)], layout=WGMMA, optimized=False).astype(jnp.float32)
-                    at = pl.ds(lax.rem(start, jnp.int32(UNIT)) + m, ROWS)
-                    of_part = plgpu.load(factors.at[at], layout=WGMMA.reduce(1), optimized=False)
-                    value = value * lax.broadcast_in_dim(of_part, value.shape, (0,))
-                else:
-                    value = _piece(given, m)
-                row = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=WGMMA)
-                return jnp.where(row + m < size, value, 0.0)
+            @pl.when(size < BLOCK)
+            def _() -> None:
+                float8_tile.clear(given, factors, size, first)
+                plgpu.commit_smem()
 
-            out, of_columns = refs[len(operands) :]
-            pieces = [piece(m) for m in range(0, BLOCK, ROWS)]
-            largest = functools.reduce(jnp.maximum, [jnp.max(_bits(each), axis=0) for each in pieces])
-            scale, inverse, finite = scales_of(largest)
-            below_it = [lax.broadcast_in_dim(a, (ROWS, BLOCK), (1,)) for a in (inverse, finite)]
-            for m, each in enumerate(pieces):
-                values[pl.ds(m * ROWS, ROWS)] = _scaled(each, *below_it)
-            of_columns[block, pl.ds(j * BLOCK, BLOCK)] = scale
+            if again:
+                float8_tile.quantize_columns_again(given, factors, first, turned, at)
+            else:
+                float8_tile.quantize_columns(given, turned, at)
             plgpu.commit_smem()
-            transpose(values, turned)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(turned, out.at[pl.ds(j * BLOCK, BLOCK), pl.ds(block * BLOCK, BLOCK)])
+            plgpu.copy_smem_to_gmem(turned, of_columns.at[pl.ds(j * BLOCK, BLOCK), pl.ds(block * BLOCK, BLOCK)])
             plgpu.wait_smem_to_gmem(0)
 
     shapes = [
         jax.ShapeDtypeStruct((beside * BLOCK, total * BLOCK), DTYPE),
         jax.ShapeDtypeStruct((total, beside * BLOCK), jnp.float32),
     ]
-    wide = plgpu.SMEM((BLOCK // HALF, BLOCK, HALF), operands[0].dtype, transforms=WIDE)
-    scratch = {
-        "given": plgpu.SMEM((BLOCK, BLOCK), DTYPE, transforms=NARROW) if of_rows else wide,
-        "factors": plgpu.SMEM((BLOCK + 2 * UNIT,), jnp.float32),
-        "values": TILE,
-        "turned": TILE,
-        "loaded": plgpu.Barrier(num_arrivals=2),
-    }
-    return Quantized(*_kernel(body, shapes, scratch, (total, beside), "columns")(blocks, *operands))
+    scratch: dict[str, Any] = {"turned": float8_tile.narrow(), "loaded": plgpu.Barrier(num_arrivals=2)}
+    scratch["given"] = float8_tile.narrow() if again else float8_tile.wide(operands[0].dtype)
+    if again:
+        scratch["factors"] = plgpu.SMEM((BLOCK + 2 * UNIT,), jnp.float32)
+    if product:  # a block's rows may begin at the last of all, so that 128 more have a scale
+        long = (pl.cdiv(count, BLOCK) + 1) * BLOCK
+        scratch["values"] = float8_tile.narrow()
+        shapes.insert(0, jax.ShapeDtypeStruct((count, beside * BLOCK), DTYPE))
+        shapes.insert(1, jax.ShapeDtypeStruct((1, beside, long), jnp.float32))
+    name = "rows_and_columns" if product else "columns_again" if again else "columns"
+    found = _kernel(body, shapes, scratch, (total, beside), name)(blocks, *operands)
+    return Quantized(*found[:2]) if product else None, Quantized(*found[-2:])
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA.reduce(1)))

@@ -66,6 +66,10 @@ def quantize_columns(x, sizes, **_):
     return float8_quantize.columns(x, float8_quantize.blocks_of_groups(sizes, ROWS)[0])
 
 
+def quantize_both(x, sizes, **_):
+    return float8_quantize.both(x.astype(jnp.float16), float8_quantize.blocks_of_groups(sizes, ROWS)[0])
+
+
 def quantize_columns_again(rows, sizes, **_):
     return float8_quantize.columns(rows, float8_quantize.blocks_of_groups(sizes, ROWS)[0])
 
@@ -79,6 +83,7 @@ KERNELS = (
     quantize_rows,
     quantize_weights,
     quantize_columns,
+    quantize_both,
     quantize_columns_again,
 )
 

@@ -135,13 +135,8 @@ def kernels(name):
     def quantizers(x, w, quantized, sizes):
         facts, blocks = float8_quantize.blocks_of_groups(sizes, x.shape[0])
         by_columns, again = (float8_quantize.columns(a, facts) for a in (x, quantized))
-        return (
-            float8_quantize.rows(x),
-            float8_quantize.weights(w, product=True, gradient=True),
-            by_columns,
-            again,
-            blocks,
-        )
+        of_weights = float8_quantize.weights(w, product=True, gradient=True)
+        return float8_quantize.rows(x), of_weights, by_columns, again, float8_quantize.both(x, facts), blocks
 
     return {
         "product": (product, (rows, gate_p, sizes)),
@@ -232,7 +227,7 @@ def test_quantized_bits(name):
     sizes, hidden, width, _ = CASES[name]
     x, gate, *_ = operands(name)
     used = sum(sizes)
-    rows, (product, gradient), by_columns, again, blocks = results(name)["quantizers"]
+    rows, (product, gradient), by_columns, again, (rows_of_both, columns_of_both), blocks = results(name)["quantizers"]
 
     def compare(got, expected, what, elements=slice(None), scales=slice(None)):
         one, other = (np.asarray(a, np.float32)[elements] for a in (got.values, expected.values))
@@ -240,12 +235,14 @@ def test_quantized_bits(name):
         np.testing.assert_allclose(got.scales[scales], expected.scales[scales], rtol=3e-7, err_msg=what)
 
     expected = rows_of(x)
-    compare(rows, expected, "rows", slice(used), (slice(None), slice(None), slice(used)))
+    for got in (rows, rows_of_both):
+        compare(got, expected, "rows", slice(used), (slice(None), slice(None), slice(used)))
     for got, wanted, what in zip((product, gradient), weights_of(gate), ("product", "gradient"), strict=True):
         compare(got, wanted, what)
     wanted, total = columns_of(x, sizes)
     assert total == blocks.sum()
-    compare(by_columns, wanted, "columns", (slice(None), slice(total * BLOCK)), slice(total))
+    for got in (by_columns, columns_of_both):
+        compare(got, wanted, "columns", (slice(None), slice(total * BLOCK)), slice(total))
     dequantized = wide_rows(expected).astype(np.float32)
     wanted, _ = columns_of(dequantized[:, : x.shape[1]], sizes)
     compare(again, wanted, "columns of quantized rows", (slice(None), slice(total * BLOCK)), slice(total))

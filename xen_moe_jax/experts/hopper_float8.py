@@ -108,6 +108,13 @@ def _columns(array: Any, blocks: jax.Array, like: Any) -> Quantized:
     return _varying(float8_quantize.columns(array, blocks), like)
 
 
+def _both(array: Any, blocks: jax.Array | None, like: Any) -> tuple[Quantized, Quantized | None]:
+    """Returns a cotangent's rows quantized for a product and, with `blocks`, for the gradient of a weight."""
+    if blocks is None:
+        return _rows(array, None), None
+    return _varying(float8_quantize.both(array, blocks), like)
+
+
 def _times(pairs: Sequence[Any], group_sizes: Any, columns: int, like: Any) -> Any:
     """Returns the sum of the products of pairs of quantized rows and weights, `[C, columns]` in the dtype of `like`."""
     out = rows_by_weights(tuple(pairs), group_sizes, columns=columns, dtype=like.dtype, tiles=_tiles())
@@ -150,12 +157,12 @@ def _shape_of(array: Any) -> Any:
 def _backward(kept: Any, cotangent: Any) -> tuple[Any, ...]:
     rows, gradient, group_sizes, of_x, of_weights = kept
     cotangent = hopper.first_order(cotangent)
-    by_x = _times([(_rows(cotangent, None), gradient)], group_sizes, of_x.shape[2], of_x)
+    facts, blocks = float8_quantize.blocks_of_groups(group_sizes, cotangent.shape[0])
+    by, right = _both(cotangent, None if of_weights is None else facts, cotangent)
+    by_x = _times([(by, gradient)], group_sizes, of_x.shape[2], of_x)
     by_weights = None
     if of_weights is not None:
-        facts, blocks = float8_quantize.blocks_of_groups(group_sizes, cotangent.shape[0])
-        left, right = (_columns(a, facts, cotangent) for a in (rows, cotangent))
-        by_weights = _by_weight(left, right, blocks, of_weights.shape[1:], of_weights)
+        by_weights = _by_weight(_columns(rows, facts, cotangent), right, blocks, of_weights.shape[1:], of_weights)
     return by_x, None, by_weights, None
 
 
@@ -209,7 +216,8 @@ def back(activation: Activation, kept: Any, cotangent: Any, row_weights: Any = N
     projections, cotangent, row_weights = jax.tree.map(hopper.first_order, (projections, cotangent, row_weights))
     facts, blocks = float8_quantize.blocks_of_groups(group_sizes, cotangent.shape[0])
     width = projections[0].shape[1]
-    by_inner = _times([(_rows(cotangent, None), last)], group_sizes, width, of_x).astype(jnp.float32)
+    by, right = _both(cotangent, None if of_last is None else facts, cotangent)
+    by_inner = _times([(by, last)], group_sizes, width, of_x).astype(jnp.float32)
     wide = [p.astype(jnp.float32) for p in projections]
     inner, by_row_weights = activation(*wide), None
     if row_weights is not None:
@@ -218,16 +226,19 @@ def back(activation: Activation, kept: Any, cotangent: Any, row_weights: Any = N
     by_projections = [a.astype(of_x.dtype) for a in activation.gradients(by_inner, *wide)]
     by_last = None
     if of_last is not None:
-        left, right = (_columns(a, facts, cotangent) for a in (inner.astype(of_x.dtype), cotangent))
+        left = _columns(inner.astype(of_x.dtype), facts, cotangent)
         by_last = _by_weight(left, right, blocks, of_last.shape[1:], of_last)
-    pairs = [(_rows(by, None), gradient) for by, gradient in zip(by_projections, first, strict=True)]
+    quantized = [
+        _both(by, None if of is None else facts, cotangent) for by, of in zip(by_projections, of_first, strict=True)
+    ]
+    pairs = [(by, gradient) for (by, _), gradient in zip(quantized, first, strict=True)]
     by_x = _times(pairs, group_sizes, of_x.shape[2], of_x)
     by_first = [None] * len(first)
     if any(of is not None for of in of_first):
-        columns = _columns(rows, facts, cotangent)
+        left = _columns(rows, facts, cotangent)
         by_first = [
-            None if of is None else _by_weight(columns, _columns(by, facts, cotangent), blocks, of.shape[1:], of)
-            for by, of in zip(by_projections, of_first, strict=True)
+            None if of is None else _by_weight(left, right, blocks, of.shape[1:], of)
+            for (_, right), of in zip(quantized, of_first, strict=True)
         ]
     return by_x, by_first, by_last, by_row_weights
 
