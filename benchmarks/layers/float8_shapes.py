@@ -40,7 +40,7 @@ NAMES = (
     "Qwen3-30B-A3B",
     "DeepSeek-V3, 32 experts",
 )
-MATMULS = {"gate and up": 2, "down": 1, "forward": 3, "forward and backward": 9}
+MATMULS = {"gate and up": 2, "down": 1, "gradient of gate": 1, "forward": 3, "forward and backward": 9}
 """Matmuls of each part. Parts that only quantize have none."""
 TOP_K = 8
 CALLS, ROUNDS = 5, 7
@@ -71,7 +71,7 @@ def programs(name: str) -> tuple[Callable[[], Any], dict[str, tuple[Callable[...
 
     import xen_moe_jax as xm
     from xen_moe_jax.experts import hopper, hopper_float8
-    from xen_moe_jax.pallas_kernels.hopper import float8_quantize, float8_rows
+    from xen_moe_jax.pallas_kernels.hopper import float8_contraction, float8_quantize, float8_rows
 
     hidden, width, experts, rows, kind, _ = MODELS[name]
     activation = dataclasses.replace(hopper.SWIGLU, name=kind)
@@ -104,6 +104,7 @@ def programs(name: str) -> tuple[Callable[[], Any], dict[str, tuple[Callable[...
     def quantized(drawn: dict[str, Any]) -> dict[str, Any]:
         run = functools.partial(float8_quantize.weights, product=True, gradient=False)
         of = {f"{n} in fp8": run(drawn[n])[0] for n in ("gate", "up", "down")}
+        of |= {f"{n} by columns": columns(drawn[n], drawn["sizes"]) for n in ("x", "inner")}
         return drawn | of | {f"{n} in fp8": float8_quantize.rows(drawn[n]) for n in ("x", "inner")}
 
     def columns(x: Any, sizes: Any) -> Any:
@@ -111,6 +112,11 @@ def programs(name: str) -> tuple[Callable[[], Any], dict[str, tuple[Callable[...
 
     def rows_and_columns(x: Any, sizes: Any) -> Any:
         return float8_quantize.both(x, float8_quantize.blocks_of_groups(sizes, rows)[0])
+
+    def by_weight(x: Any, inner: Any, sizes: Any) -> Any:
+        blocks = float8_quantize.blocks_of_groups(sizes, rows)[1]
+        given: dict[str, Any] = {"height": hidden, "width": width, "dtype": jnp.bfloat16, "tiles": tiles}
+        return float8_contraction.rows_by_rows(x, inner, blocks, **given)
 
     def first(x: Any, gate: Any, up: Any, sizes: Any) -> Any:
         return hopper.activated(x, (gate, up), sizes, activation=activation)
@@ -158,6 +164,7 @@ def programs(name: str) -> tuple[Callable[[], Any], dict[str, tuple[Callable[...
     parts: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         "gate and up": (first_fp8, (q["x"], q["gate"], q["up"], "sizes")),
         "down": (last_fp8, (q["inner"], q["down"], "sizes")),
+        "gradient of gate": (by_weight, ("x by columns", "inner by columns", "sizes")),
         "forward, quantized": (matmuls_fp8, (q["x"], q["gate"], q["up"], q["down"], "sizes")),
         "forward": (fp8_of, ("x", *matrices, "arrived", "sizes")),
         "forward and backward": (with_gradients(fp8_of), ("x", *matrices, "arrived", "sizes")),

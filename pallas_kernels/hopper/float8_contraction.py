@@ -99,14 +99,9 @@ def rows_by_rows(
                     slot = lax.rem(count, jnp.int32(tiles.stages))
                     plgpu.barrier_wait(s["loaded"].at[slot])
                     of_rows = plgpu.load(s["row_scales"].at[slot, m_at], layout=WGMMA.reduce(1), optimized=False)
-                    for number in range(parts):
-                        n_at = pl.ds(number * BLOCK, BLOCK)
-                        product = multiply(s["left"].at[slot, m_at], s["right"].at[slot, n_at], product, never)
-                        columns = plgpu.load(s["other_scales"].at[slot, n_at], layout=WGMMA.reduce(0), optimized=False)
-                        if number == parts - 1:
-                            plgpu.barrier_arrive(s["released"].at[slot])
-                        scaled = product * lax.broadcast_in_dim(columns, product.shape, (1,))
-                        totals[number] = totals[number] + scaled * lax.broadcast_in_dim(of_rows, product.shape, (0,))
+                    left, right, columns = s["left"].at[slot, m_at], s["right"].at[slot], s["other_scales"].at[slot]
+                    product, totals = multiply(left, right, product, totals, (of_rows,) * parts, columns, never)
+                    plgpu.barrier_arrive(s["released"].at[slot])
                     return count + 1, product, *totals
 
                 carry, _, *totals = lax.fori_loop(0, steps, step, (carry, zero, *(zero,) * parts))

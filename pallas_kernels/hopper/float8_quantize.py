@@ -45,7 +45,7 @@ def _kernel(body: Any, out: Any, scratch: dict[str, Any], grid: tuple[int, ...],
         grid=grid,
         grid_names=("x", "y", "z")[: len(grid)],
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-        kernel_name=f"xen_moe_float8_{name}",
+        kernel_name=f"xen_moe_float8_quantize_{name}",
     )
 
 

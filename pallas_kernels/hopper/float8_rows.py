@@ -285,13 +285,10 @@ def _product(
                         after = scales_of(jnp.minimum(k + 1, k_steps - 1))  # on its way while this step multiplies
                         plgpu.barrier_wait(s["loaded"].at[slot])
                         of_rows = plgpu.load(s["scales"].at[slot, m_at], layout=WGMMA.reduce(1), optimized=False)
-                        for number in range(parts):
-                            right = s["right"].at[slot, pl.ds(number * BLOCK, BLOCK)]
-                            product = multiply(s["left"].at[slot, m_at], right, product, never)
-                            if number == parts - 1:
-                                plgpu.barrier_arrive(s["released"].at[slot])
-                            factor = lax.broadcast_in_dim(of_rows * now[number], product.shape, (0,))
-                            totals[number] = totals[number] + product * factor
+                        left, right = s["left"].at[slot, m_at], s["right"].at[slot]
+                        factors = [of_rows * now[number] for number in range(parts)]
+                        product, totals = multiply(left, right, product, totals, factors, None, never)
+                        plgpu.barrier_arrive(s["released"].at[slot])
                         return count + 1, after, product, *totals
 
                     given = (carry, scales_of(0), product, *totals)
@@ -329,54 +326,111 @@ def _product(
     return list(run(*operands, *scales, *tables))
 
 
-@plgpu.inline_mgpu(
-    arg_types=(plgpu.RefType(SWIZZLED), plgpu.RefType(SWIZZLED), WGMMA, plgpu.Layout.WG_SPLAT(())),
-    return_type=plgpu.ShapeDtypeStruct((ROWS, BLOCK), jnp.float32, layout=WGMMA),
-)
-def multiply(context: Any, left: Any, right: Any, before: Any, never: Any) -> Any:
-    """`left [64, 128]` times `right [128, 128]` transposed, both in shared memory -> float32 `[64, 128]`.
+def multiply(
+    left: Any, right: Any, product: Any, totals: Sequence[Any], rows: Sequence[Any], columns: Any, never: Any
+) -> Any:
+    """Multiplies a stage and adds it to the totals: `left [64, 128]` times `right [256, 128]` transposed, both in
+    shared memory, times scales. Returns registers for the next product, and the totals.
 
-    `plgpu.wgmma` would add to accumulators that are set to zero, an instruction for each. Here the first of four wgmma
-    overwrites those of `before`, unless `never`, which is false. ptxas, which does not know it, keeps all products in
-    the same registers: it would take others to begin before the last product was added up, and had too few of them.
+    Args:
+      product: float32 `[64, 128]`, any numbers in the registers that products of 64 columns take in turns.
+      totals: float32 `[64, 128]` each, side by side.
+      rows: scales `[64]` of the rows, for each of `totals`.
+      columns: scales `[256]` of the columns in shared memory, or None.
+      never: false, but ptxas does not know it. The first of four wgmma overwrites the accumulators unless it is true:
+        ptxas would take others to begin before the last product was added up, and has too few of them.
+
+    While a product is added up, the next one is computed.
     """
+    refs = [SWIZZLED, SWIZZLED] if columns is None else [SWIZZLED, SWIZZLED, ()]
+    kinds = [*(plgpu.RefType(kind) for kind in refs), WGMMA, *[WGMMA] * len(totals)]
+    kinds += [*[WGMMA.reduce(1)] * len(rows), plgpu.Layout.WG_SPLAT(())]
+    tile = plgpu.ShapeDtypeStruct((ROWS, BLOCK), jnp.float32, layout=WGMMA)
+    run = plgpu.inline_mgpu(arg_types=tuple(kinds), return_type=(tile,) * (1 + len(totals)))(_multiply)
+    given = [left, right] if columns is None else [left, right, columns]
+    product, *totals = run(*given, product, *totals, *rows, never)
+    return product, totals
+
+
+PIECE = 64
+"""Columns of a product."""
+
+
+def _multiply(context: Any, left: Any, right: Any, *rest: Any) -> Any:
     from jax.experimental.mosaic.gpu import fragmented_array, utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, llvm
 
-    i64, vector = ir.IntegerType.get_signless(64), ir.VectorType.get((1,), ir.F32Type.get())
+    i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+    vector = ir.VectorType.get((1,), ir.F32Type.get())
+    rest = list(rest)
+    columns = None if isinstance(rest[0], fragmented_array.FragmentedArray) else rest.pop(0)
+    never = rest.pop()
+    parts = (len(rest) - 1) // 2
+    tiles, rows = rest[: 1 + parts], rest[1 + parts :]
 
     def descriptor(ref: Any) -> Any:
         pointer = llvm.ptrtoint(i64, utils.memref_ptr(ref))
         address = arith.andi(arith.shrui(pointer, utils.c(4, i64)), utils.c(0x3FFF, i64))
         return arith.ori(address, utils.c(DESCRIPTOR, i64))
 
-    before = before.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT)
-    given = list(before.registers.flat)
+    tiles = [tile.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT) for tile in tiles]
+    given = [register for tile in tiles for register in tile.registers.flat]
+    factors = [register for each in rows for register in each.registers.flat]
+    operands = [*given, *factors, descriptor(left), descriptor(right), never.registers.item()]
+    operands += [] if columns is None else [llvm.ptrtoint(i32, utils.memref_ptr(columns))]
     count = len(given)
-    sums = "{" + ",".join(f"${number}" for number in range(count)) + "}"
-    left_at, right_at, adding = (f"${2 * count + number}" for number in range(3))
-    lines = [".reg .pred p; .reg .b64 a, b;", "wgmma.fence.sync.aligned;", f"setp.ne.b32 p, {adding}, 0;"]
-    lines += [f"mov.b64 a, {left_at};", f"mov.b64 b, {right_at};"]
-    for step in range(BLOCK // 32):
-        if step:
-            lines += ["add.s64 a, a, 2;", "add.s64 b, b, 2;"]
-        lines += [f"wgmma.mma_async.sync.aligned.m64n{BLOCK}k32.f32.e4m3.e4m3 {sums}, a, b, p, 1, 1;"]
-        lines += [] if step else ["setp.eq.b32 p, 0, 0;"]
-    lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;"]
-    result = llvm.inline_asm(
-        llvm.StructType.get_literal([vector] * count),
-        [*given, descriptor(left), descriptor(right), never.registers.item()],
-        "{ " + " ".join(lines) + " }",
-        ",".join(["=f"] * count + [str(number) for number in range(count)] + ["l", "l", "r"]),
-        asm_dialect=0,
-        has_side_effects=True,
-    )
-    registers = np.empty(before.registers.shape, dtype=object)
-    for number in range(count):
-        registers.flat[number] = llvm.extractvalue(vector, result, [number])
-    sums_of_rows = fragmented_array.FragmentedArray(_registers=registers, _layout=before.layout, _is_signed=None)
-    return sums_of_rows.to_layout(fragmented_array.WGMMA_LAYOUT)
+    names = [f"${count + number}" for number in range(count, len(operands))]  # those behind the tied ones
+    text = _multiplication(parts, names[: 2 * parts], names[2 * parts :])
+    constraints = ["=f"] * count + [str(number) for number in range(count)]
+    constraints += ["f"] * len(factors) + ["l", "l", "r"] + ["r"] * (columns is not None)
+    struct = llvm.StructType.get_literal([vector] * count)
+    result = llvm.inline_asm(struct, operands, text, ",".join(constraints), asm_dialect=0, has_side_effects=True)
+    outs = []
+    for number, tile in enumerate(tiles):
+        registers = np.empty(tile.registers.shape, dtype=object)
+        for n in range(registers.size):
+            registers.flat[n] = llvm.extractvalue(vector, result, [number * registers.size + n])
+        out = fragmented_array.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=None)
+        outs.append(out.to_layout(fragmented_array.WGMMA_LAYOUT))
+    return tuple(outs)
+
+
+def _multiplication(parts: int, rows: list[str], names: list[str]) -> str:
+    """PTX of `multiply`. Its registers are 64 of the products, then those of the totals; a thread has rows `r` and
+    `r + 8`, and of each 8 columns two."""
+    left, right, never, *columns = names
+    pieces, size, turns = parts * BLOCK // PIECE, PIECE // 2, BLOCK // PIECE
+    lines = [".reg .pred first, more; .reg .b64 a, b; .reg .f32 c0, c1, s; .reg .b32 at;"]
+    lines += [f"setp.ne.b32 first, {never}, 0;", "setp.eq.b32 more, 0, 0;"]
+    if columns:
+        lines += ["mov.u32 at, %tid.x;", "and.b32 at, at, 3;", f"mad.lo.u32 at, at, 8, {columns[0]};"]
+
+    def product(piece: int) -> list[str]:
+        into = ",".join(f"${piece % turns * size + n}" for n in range(size))
+        found = ["wgmma.fence.sync.aligned;"]
+        for step in range(BLOCK // 32):
+            found += [f"add.s64 a, {left}, {2 * step};", f"add.s64 b, {right}, {piece * PIECE * 8 + 2 * step};"]
+            kind = f"wgmma.mma_async.sync.aligned.m64n{PIECE}k32.f32.e4m3.e4m3"
+            found += [f"{kind} {{{into}}}, a, b, {'more' if step else 'first'}, 1, 1;"]
+        return [*found, "wgmma.commit_group.sync.aligned;"]
+
+    for piece in range(turns):
+        lines += product(piece)
+    for piece in range(pieces):
+        lines += [f"wgmma.wait_group.sync.aligned {min(turns, pieces - piece) - 1};"]
+        part = piece * PIECE // BLOCK
+        for eight in range(PIECE // 8):
+            if columns:
+                lines += [f"ld.shared.v2.f32 {{c0,c1}}, [at+{(piece * PIECE + eight * 8) * 4}];"]
+            for n in range(4):
+                value, total = f"${piece % turns * size + eight * 4 + n}", f"${(turns + piece) * size + eight * 4 + n}"
+                if columns:
+                    lines += [f"mul.f32 s, {value}, c{n % 2};"]
+                lines += [f"fma.rn.f32 {total}, {'s' if columns else value}, {rows[2 * part + n // 2]}, {total};"]
+        if piece + turns < pieces:
+            lines += product(piece + turns)
+    return "{ " + " ".join(lines) + " }"
 
 
 def scratch_of(
