@@ -92,7 +92,8 @@ def moe_mlp(
       experts: in place of the MLP: `experts(rows, group_sizes, weights) -> rows` with a dict of the weights (and of
         "gate_bias", ...), as `MoEConfig.experts`. Shapes of the weights are then its own matter. "float8_e4m3fn": the
         MLP with rows, weights and cotangents quantized in front of each matmul, as `MoEConfig.expert_dtype`; rows that
-        travelled in fp8 are multiplied as they arrived. In plain JAX, or with `grouped_matmul="hopper"` by kernels.
+        travelled in fp8 are multiplied as they arrived. By kernels on a Hopper GPU; elsewhere, and with
+        `grouped_matmul="ragged_dot"`, in plain JAX.
       grouped_matmul: "auto" (the fastest one), "ragged_dot" (the only one with forward mode and second derivatives),
         "tokamax", "hopper", or a function `(rows [C, A], weights [L, A, B], group_sizes [L]) -> [C, B]`. It, or
         `experts`, gets the rows of an fp8 or int8 `wire` as they arrive, as a `BlockScaled`, if it has a true attribute

@@ -333,14 +333,15 @@ def multiply(
     shared memory, times scales. Returns registers for the next product, and the totals.
 
     Args:
-      product: float32 `[64, 128]`, any numbers in the registers that products of 64 columns take in turns.
+      product: float32 `[64, 128]`, any numbers in the registers that products take in turns.
       totals: float32 `[64, 128]` each, side by side.
       rows: scales `[64]` of the rows, for each of `totals`.
       columns: scales `[256]` of the columns in shared memory, or None.
       never: false, but ptxas does not know it. The first of four wgmma overwrites the accumulators unless it is true:
         ptxas would take others to begin before the last product was added up, and has too few of them.
 
-    While a product is added up, the next one is computed.
+    While a product of 64 columns is added up, the next one is computed. With scales of columns a product has 128: half
+    as many read the rows half as often from shared memory, which the scales keep busy as well (H100: 559 us, not 589).
     """
     refs = [SWIZZLED, SWIZZLED] if columns is None else [SWIZZLED, SWIZZLED, ()]
     kinds = [*(plgpu.RefType(kind) for kind in refs), WGMMA, *[WGMMA] * len(totals)]
@@ -348,12 +349,8 @@ def multiply(
     tile = plgpu.ShapeDtypeStruct((ROWS, BLOCK), jnp.float32, layout=WGMMA)
     run = plgpu.inline_mgpu(arg_types=tuple(kinds), return_type=(tile,) * (1 + len(totals)))(_multiply)
     given = [left, right] if columns is None else [left, right, columns]
-    product, *totals = run(*given, product, *totals, *rows, never)
-    return product, totals
-
-
-PIECE = 64
-"""Columns of a product."""
+    product, *sums = run(*given, product, *totals, *rows, never)
+    return product, sums
 
 
 def _multiply(context: Any, left: Any, right: Any, *rest: Any) -> Any:
@@ -363,11 +360,10 @@ def _multiply(context: Any, left: Any, right: Any, *rest: Any) -> Any:
 
     i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
     vector = ir.VectorType.get((1,), ir.F32Type.get())
-    rest = list(rest)
-    columns = None if isinstance(rest[0], fragmented_array.FragmentedArray) else rest.pop(0)
-    never = rest.pop()
-    parts = (len(rest) - 1) // 2
-    tiles, rows = rest[: 1 + parts], rest[1 + parts :]
+    columns = None if isinstance(rest[0], fragmented_array.FragmentedArray) else rest[0]
+    *arrays, never = rest[columns is not None :]
+    parts = (len(arrays) - 1) // 2
+    tiles, rows = arrays[: 1 + parts], arrays[1 + parts :]
 
     def descriptor(ref: Any) -> Any:
         pointer = llvm.ptrtoint(i64, utils.memref_ptr(ref))
@@ -400,7 +396,8 @@ def _multiplication(parts: int, rows: list[str], names: list[str]) -> str:
     """PTX of `multiply`. Its registers are 64 of the products, then those of the totals; a thread has rows `r` and
     `r + 8`, and of each 8 columns two."""
     left, right, never, *columns = names
-    pieces, size, turns = parts * BLOCK // PIECE, PIECE // 2, BLOCK // PIECE
+    width = BLOCK if columns else BLOCK // 2
+    pieces, size, turns = parts * BLOCK // width, width // 2, BLOCK // width
     lines = [".reg .pred first, more; .reg .b64 a, b; .reg .f32 c0, c1, s; .reg .b32 at;"]
     lines += [f"setp.ne.b32 first, {never}, 0;", "setp.eq.b32 more, 0, 0;"]
     if columns:
@@ -410,8 +407,8 @@ def _multiplication(parts: int, rows: list[str], names: list[str]) -> str:
         into = ",".join(f"${piece % turns * size + n}" for n in range(size))
         found = ["wgmma.fence.sync.aligned;"]
         for step in range(BLOCK // 32):
-            found += [f"add.s64 a, {left}, {2 * step};", f"add.s64 b, {right}, {piece * PIECE * 8 + 2 * step};"]
-            kind = f"wgmma.mma_async.sync.aligned.m64n{PIECE}k32.f32.e4m3.e4m3"
+            found += [f"add.s64 a, {left}, {2 * step};", f"add.s64 b, {right}, {piece * width * 8 + 2 * step};"]
+            kind = f"wgmma.mma_async.sync.aligned.m64n{width}k32.f32.e4m3.e4m3"
             found += [f"{kind} {{{into}}}, a, b, {'more' if step else 'first'}, 1, 1;"]
         return [*found, "wgmma.commit_group.sync.aligned;"]
 
@@ -419,10 +416,10 @@ def _multiplication(parts: int, rows: list[str], names: list[str]) -> str:
         lines += product(piece)
     for piece in range(pieces):
         lines += [f"wgmma.wait_group.sync.aligned {min(turns, pieces - piece) - 1};"]
-        part = piece * PIECE // BLOCK
-        for eight in range(PIECE // 8):
+        part = piece * width // BLOCK
+        for eight in range(width // 8):
             if columns:
-                lines += [f"ld.shared.v2.f32 {{c0,c1}}, [at+{(piece * PIECE + eight * 8) * 4}];"]
+                lines += [f"ld.shared.v2.f32 {{c0,c1}}, [at+{(piece * width + eight * 8) * 4}];"]
             for n in range(4):
                 value, total = f"${piece % turns * size + eight * 4 + n}", f"${(turns + piece) * size + eight * 4 + n}"
                 if columns:

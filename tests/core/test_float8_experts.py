@@ -189,7 +189,7 @@ def test_the_kernels_composition():
     for options in ({"wire": "float8_e4m3fn"}, {"apply_weights_to": "activation"}):
         plain = layer(functools.partial(ours, **options), jnp.bfloat16)
         with plain_float8.in_the_kernels_place():
-            kernels = layer(functools.partial(ours, grouped_matmul="hopper", **options), jnp.bfloat16)
+            kernels = layer(functools.partial(ours, **options), jnp.bfloat16)
         for name, one, other in zip(("value", "x", "weights", "gate", "up", "down"), kernels, plain, strict=True):
             assert one.dtype == other.dtype and cosine(one, other) > 0.9985, f"{name}, {options}: {cosine(one, other)}"
 

@@ -58,7 +58,7 @@ def test_a_layer_and_its_gradients():
     [
         ({"expert_dtype": "int8"}, r"MoEConfig.expert_dtype='int8': must be None or 'float8_e4m3fn'"),
         ({"layout": "padded"}, r"expert_dtype='float8_e4m3fn' with layout='padded': .*use 'grouped'"),
-        ({"grouped_matmul": "ragged_dot"}, r"with grouped_matmul='ragged_dot': it has a matmul of its own; use 'auto'"),
+        ({"grouped_matmul": "tokamax"}, r"with grouped_matmul='tokamax': it has a matmul of its own; use 'auto'"),
         ({"experts": lambda rows, sizes, weights: rows}, r"with experts=<function.*use None"),
     ],
     ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",

@@ -117,7 +117,7 @@ def test_auto_warns_once_on_a_gpu_without_tokamax(monkeypatch, forget):
 def test_what_leaves_the_hopper_kernels_says_so_once(monkeypatch, forget):
     monkeypatch.setattr(grouped_matmul, "installed", lambda: False)
     monkeypatch.setattr(hopper, "on_hopper", lambda: True)
-    grouped_matmul._warn_once.cache_clear()
+    grouped_matmul.warn_once.cache_clear()
     rows, weights = jnp.zeros((8, 72), jnp.float32), jnp.zeros((2, 72, 48), jnp.float32)
     with pytest.warns(
         UserWarning, match=r"float32\[C, 72\] by float32\[2, 72, 48\] leaves .*: float32 is none of .*tenth"

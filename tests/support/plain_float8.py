@@ -102,6 +102,10 @@ class Quantizers:
         values, scales = quantize_arrays(tiles, FORMAT)
         return Quantized(values.swapaxes(0, 1).reshape(values.shape[1], -1), scales[..., 0])
 
+    @staticmethod
+    def both(array, blocks):
+        return Quantizers.rows(array), Quantizers.columns(array, blocks)
+
 
 def _padded(array, *axes):
     return jnp.pad(array, [(0, -size % BLOCK if axis in axes else 0) for axis, size in enumerate(array.shape)])

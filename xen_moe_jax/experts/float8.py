@@ -27,9 +27,10 @@ from xen_moe_jax._quantize import Wire, dequantize_arrays, parse_wire, quantize_
 from xen_moe_jax._quantized_weight import QuantizedWeight, without_gradient
 from xen_moe_jax._spec import SCALE_BLOCK as BLOCK
 from xen_moe_jax._types import BlockScaled, experts_of_rows
-from xen_moe_jax.experts import hopper_float8
+from xen_moe_jax.experts import hopper, hopper_float8
 from xen_moe_jax.experts.arrived import ArrivedRows
 from xen_moe_jax.experts.function import ExpertFunction
+from xen_moe_jax.experts.grouped_matmul import warn_once
 
 DTYPE = "float8_e4m3fn"
 _FORMAT = Wire(DTYPE)
@@ -61,12 +62,42 @@ def by_hopper(rows: jax.Array | ArrivedRows, weights: jax.Array | QuantizedWeigh
     return hopper_float8.grouped_matmul(*vary_all((*parts_of(rows), weights, group_sizes)))
 
 
+def automatic(rows: jax.Array | ArrivedRows, weights: jax.Array | QuantizedWeight, group_sizes: jax.Array) -> jax.Array:
+    """`grouped_matmul` by kernels on a Hopper GPU for the operands that they support, otherwise in plain JAX."""
+    return (by_hopper if by_kernels(automatic, rows, weights) else grouped_matmul)(rows, weights, group_sizes)
+
+
+MATMULS = grouped_matmul, by_hopper, automatic
+"""What `choose` may return for experts in fp8."""
+
+
+def by_kernels(function: Any, rows: jax.Array | ArrivedRows, weights: jax.Array | QuantizedWeight) -> bool:
+    """True if kernels multiply such operands for the grouped matmul `function`.
+
+    On a Hopper GPU `automatic` warns, once for each reason, where they cannot.
+
+    Raises:
+      ValueError: `function` is `by_hopper`, and they cannot.
+    """
+    if function is by_hopper:
+        check_supported(rows, weights)
+        return True
+    if function is not automatic:
+        return False
+    supported = hopper_float8.supports(rows, weights)
+    if not supported and hopper.on_hopper():
+        warn_once(
+            f"experts in {DTYPE}: {hopper_float8.why_not(rows, weights)}; they are multiplied in plain JAX, slowly"
+        )
+    return supported
+
+
 def check_supported(rows: jax.Array | ArrivedRows, weights: jax.Array | QuantizedWeight) -> None:
     """Raises ValueError unless the kernels can multiply such operands on this machine."""
     check_weights(weights)
     if not hopper_float8.supports(rows, weights):
         reason = hopper_float8.why_not(rows, weights) or f"{jax.devices()[0].device_kind} is no Hopper GPU"
-        raise ValueError(f"experts in {DTYPE} with grouped_matmul='hopper': {reason}; use 'auto', in plain JAX")
+        raise ValueError(f"experts in {DTYPE} with grouped_matmul='hopper': {reason}; use 'auto' or 'ragged_dot'")
 
 
 def check_weights(weights: jax.Array | QuantizedWeight) -> None:
@@ -193,18 +224,15 @@ def _contract_rows(rows: jax.Array, cotangent: jax.Array, group_sizes: jax.Array
 
 def wire_of_rows(function: ExpertFunction, wire: Any) -> Wire | None:
     """Returns the parsed wire if experts in fp8 multiply its rows as they arrived; None if they quantize them again."""
-    if (
-        function.grouped_matmul not in (grouped_matmul, by_hopper)
-        or function.apply_weights_to == "input"
-        or wire is None
-    ):
+    if function.grouped_matmul not in MATMULS or function.apply_weights_to == "input" or wire is None:
         return None
     parsed = parse_wire(wire)
     return parsed if parsed is not None and parsed.dtype == DTYPE else None
 
 
 def choose(dtype: Any, grouped: Any, experts: Any, layout: str, caller: str) -> Any:
-    """Returns the grouped matmul of experts in `dtype`; with `dtype=None` that is `grouped`.
+    """Returns the grouped matmul of experts in `dtype`: by kernels where there are any ("auto"), in plain JAX
+    ("ragged_dot"), or by the kernels for Hopper GPUs ("hopper"). With `dtype=None` that is `grouped`.
 
     Raises:
       ValueError: `dtype` is another one, or `grouped`, `experts` or `layout` asks for another computation as well.
@@ -213,11 +241,12 @@ def choose(dtype: Any, grouped: Any, experts: Any, layout: str, caller: str) -> 
         return grouped
     if dtype != DTYPE:
         raise ValueError(f"{caller}={dtype!r}: must be None or {DTYPE!r}")
+    by_name = {"auto": automatic, "ragged_dot": grouped_matmul, "hopper": by_hopper}
     for name, value, unset in (
-        ("grouped_matmul", grouped, ("auto", "hopper", grouped_matmul, by_hopper)),
+        ("grouped_matmul", grouped, (*by_name, *MATMULS)),
         ("experts", experts, (None,)),
         ("layout", layout, ("grouped",)),
     ):
         if value not in unset:
             raise ValueError(f"{caller}={dtype!r} with {name}={value!r}: it has a matmul of its own; use {unset[0]!r}")
-    return by_hopper if grouped in ("hopper", by_hopper) else grouped_matmul
+    return by_name.get(grouped, grouped)

@@ -162,7 +162,7 @@ def by_hopper(grouped_matmul: str | GroupedMatmul, rows: jax.Array, weights: jax
         return False
     supported = hopper.supports(rows, weights)
     if hopper.on_hopper() and (grouped_matmul == "auto" or supported):
-        _warn_once(why_not(rows.shape[1], weights.shape[2], rows.dtype, weights.dtype, weights.shape[0]))
+        warn_once(why_not(rows.shape[1], weights.shape[2], rows.dtype, weights.dtype, weights.shape[0]))
     return supported
 
 
@@ -218,7 +218,8 @@ RAGGED_DOT_RATE = "about a tenth of their rate (49 against 578 TFLOP/s in bfloat
 
 
 @functools.cache
-def _warn_once(message: str | None) -> None:
+def warn_once(message: str | None) -> None:
+    """Warns, unless there was this warning before or `message` is None."""
     if message is not None:
         warnings.warn(message, stacklevel=2)
 

@@ -121,11 +121,13 @@ def _times(pairs: Sequence[Any], group_sizes: Any, columns: int, like: Any) -> A
     return vary(out, varying_axes(like))
 
 
-def _by_weight(rows: Quantized, others: Quantized, blocks: Any, shape: Sequence[int], like: Any) -> Any:
-    """Returns the gradient of a weight of `shape [L, A, B]` in the dtype of `like`."""
-    height, width = shape[1:]
-    out = rows_by_rows(rows, others, blocks, height=height, width=width, dtype=like.dtype, tiles=_tiles())
-    return vary(out, varying_axes(like))
+def _by_weight(rows: Quantized, others: Quantized | None, blocks: Any, of: Any) -> Any:
+    """Returns the gradient of a weight, of which `of` has shape and dtype; None if there are no other rows."""
+    if others is None:
+        return None
+    height, width = of.shape[2:]
+    out = rows_by_rows(rows, others, blocks, height=height, width=width, dtype=of.dtype, tiles=_tiles())
+    return vary(out, varying_axes(of))
 
 
 def grouped_matmul(x: Any, arrived: BlockScaled | None, weights: Any, group_sizes: Any) -> Any:
@@ -160,10 +162,7 @@ def _backward(kept: Any, cotangent: Any) -> tuple[Any, ...]:
     facts, blocks = float8_quantize.blocks_of_groups(group_sizes, cotangent.shape[0])
     by, right = _both(cotangent, None if of_weights is None else facts, cotangent)
     by_x = _times([(by, gradient)], group_sizes, of_x.shape[2], of_x)
-    by_weights = None
-    if of_weights is not None:
-        by_weights = _by_weight(_columns(rows, facts, cotangent), right, blocks, of_weights.shape[1:], of_weights)
-    return by_x, None, by_weights, None
+    return by_x, None, _by_weight(_columns(rows, facts, cotangent), right, blocks, of_weights), None
 
 
 _multiply.defvjp(_forward, _backward)
@@ -224,22 +223,14 @@ def back(activation: Activation, kept: Any, cotangent: Any, row_weights: Any = N
         by_row_weights = jnp.sum(inner * by_inner, axis=1)
         inner, by_inner = inner * row_weights[:, None], by_inner * row_weights[:, None]
     by_projections = [a.astype(of_x.dtype) for a in activation.gradients(by_inner, *wide)]
-    by_last = None
-    if of_last is not None:
-        left = _columns(inner.astype(of_x.dtype), facts, cotangent)
-        by_last = _by_weight(left, right, blocks, of_last.shape[1:], of_last)
+    by_last = _by_weight(_columns(inner.astype(of_x.dtype), facts, cotangent), right, blocks, of_last)
     quantized = [
         _both(by, None if of is None else facts, cotangent) for by, of in zip(by_projections, of_first, strict=True)
     ]
     pairs = [(by, gradient) for (by, _), gradient in zip(quantized, first, strict=True)]
     by_x = _times(pairs, group_sizes, of_x.shape[2], of_x)
-    by_first = [None] * len(first)
-    if any(of is not None for of in of_first):
-        left = _columns(rows, facts, cotangent)
-        by_first = [
-            None if of is None else _by_weight(left, right, blocks, of.shape[1:], of)
-            for (_, right), of in zip(quantized, of_first, strict=True)
-        ]
+    left = _columns(rows, facts, cotangent)
+    by_first = [_by_weight(left, right, blocks, of) for (_, right), of in zip(quantized, of_first, strict=True)]
     return by_x, by_first, by_last, by_row_weights
 
 

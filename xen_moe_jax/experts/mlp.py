@@ -128,11 +128,10 @@ def grouped_experts(
 
 def by_float8_kernels(config: ExpertFunction, x: Any, weights: Weights) -> bool:
     """True if kernels compute whole experts in fp8: no float array lies between their matmuls."""
-    if config.grouped_matmul is not float8.by_hopper or config.experts is not None or config.expert_bias:
+    if config.experts is not None or config.expert_bias:
         return False
-    for name in (*projection_names(config), "down"):
-        float8.check_supported(x, weights[name])
-    return True
+    names = (*projection_names(config), "down")
+    return all(float8.by_kernels(config.grouped_matmul, x, weights[name]) for name in names)
 
 
 def float8_operands(config: ExpertFunction, x: Any, group_sizes: jax.Array, weights: Weights) -> tuple[Any, ...]:

@@ -9,7 +9,6 @@ weights are widened by XLA and multiplied by the kernels of `hopper`, since each
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from xen_moe_jax._quantized_weight import SCALED, QuantizedWeight, without_gradi
 from xen_moe_jax.backends.base import BackendUnavailable
 from xen_moe_jax.backends.cuda import module
 from xen_moe_jax.experts import hopper
+from xen_moe_jax.experts.grouped_matmul import warn_once
 
 TARGET = "xen_moe_quantized_rows"
 COLUMN_UNIT = 16
@@ -46,14 +46,11 @@ def by_kernel(grouped_matmul: str | Callable[..., Any], rows: jax.Array, weights
         return False
     reason = why_not(rows, weights) or not_built()
     if reason is not None and 0 < rows.shape[0] <= hopper.FEW_ROWS * weights[0].shape[0]:
-        _warn_once(reason)
+        message = (
+            "xen_moe_jax: experts with few rows widen their quantized weights in memory in every call, which takes"
+        )
+        warn_once(f"{message} longer than to read bfloat16: {reason}")
     return reason is None
-
-
-@functools.cache
-def _warn_once(reason: str) -> None:
-    message = "xen_moe_jax: experts with few rows widen their quantized weights in memory in every call, which takes"
-    warnings.warn(f"{message} longer than to read bfloat16: {reason}", stacklevel=2)
 
 
 @functools.cache
