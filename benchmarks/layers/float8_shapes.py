@@ -27,7 +27,7 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
@@ -46,7 +46,7 @@ TOP_K = 8
 CALLS, ROUNDS = 5, 7
 
 
-def medians_us(calls: dict[str, Callable[[], Any]], wait: Callable[[Any], None]) -> dict[str, float]:
+def medians_us(calls: Mapping[str, Callable[[], Any]], wait: Callable[[Any], None]) -> dict[str, float]:
     """Returns the median over `ROUNDS` of each call's time in us. In a round `CALLS` of each are queued at once."""
     times: dict[str, list[float]] = {part: [] for part in calls}
     for call in calls.values():
