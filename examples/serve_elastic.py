@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import functools
 import multiprocessing.connection
 import os
 import pathlib
@@ -31,6 +30,8 @@ SLOTS = 4
 """Slots for experts on a rank: two ranks can hold all experts."""
 ROWS, LENGTH = 4, 48
 """Requests that a rank decodes at the same time, and tokens of the longest request."""
+BATCH = 64
+"""Requests that the one process decodes at the same time which says what the tokens should be."""
 TIMEOUT_S = 20.0
 
 
@@ -98,22 +99,22 @@ def read_expert(engine, expert: int) -> dict:
 # -- the decoder -------------------------------------------------------------------------------------------------------
 
 
-def empty_cache():
-    """Returns a cache for keys and values of all layers: zeros, float32 `[LAYERS, 2, ROWS, LENGTH, HIDDEN]`."""
+def empty_cache(rows: int = ROWS):
+    """Returns a cache for keys and values of all layers: zeros, float32 `[LAYERS, 2, rows, LENGTH, HIDDEN]`."""
     import jax.numpy as jnp
 
-    return jnp.zeros((LAYERS, 2, ROWS, LENGTH, HIDDEN), jnp.float32)
+    return jnp.zeros((LAYERS, 2, rows, LENGTH, HIDDEN), jnp.float32)
 
 
 def decode_step(dense, cache, tokens, positions, used, moe):
-    """Returns the next token of each row, int32 `[ROWS]`, and the cache. A step that runs again returns the same.
+    """Returns the next token of each row, int32 `[rows]`, and the cache. A step that runs again returns the same.
 
     Args:
       dense: the weights that `load_dense` returns.
       cache: as of `empty_cache`.
-      tokens, positions: int32 `[ROWS]`.
-      used: bool `[ROWS]`, False for a row without a request.
-      moe: `moe(layer, x [ROWS, HIDDEN], topk_idx, topk_weights) -> [ROWS, HIDDEN]`.
+      tokens, positions: int32 `[rows]`.
+      used: bool `[rows]`, False for a row without a request.
+      moe: `moe(layer, x [rows, HIDDEN], topk_idx, topk_weights) -> [rows, HIDDEN]`.
     """
     import jax
     import jax.numpy as jnp
@@ -121,7 +122,7 @@ def decode_step(dense, cache, tokens, positions, used, moe):
     def norm(x):
         return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 
-    rows = jnp.arange(ROWS)
+    rows = jnp.arange(len(tokens))
     visible = jnp.arange(LENGTH) <= positions[:, None]
     x = dense["embedding"][tokens] + dense["position"][positions]
     for layer in range(LAYERS):
@@ -168,41 +169,49 @@ def make_step(axis_name: str, kernels: bool):
     return jax.jit(step, donate_argnums=2)
 
 
-def expected_tokens(folder: pathlib.Path, prompt: list[int], total: int) -> list[int]:
-    """Returns the tokens that one process without ranks computes for a prompt; it applies each expert to all tokens."""
-    import jax
-    import jax.numpy as jnp
+def expected_tokens(folder: pathlib.Path, prompts: list[list[int]], totals: list[int]) -> list[list[int]]:
+    """Returns the tokens that one process without ranks computes for each prompt; it applies each expert to all
+    tokens, and decodes `BATCH` requests at the same time."""
+    import numpy as np
 
-    step, dense, experts, cache = _plain(folder)
-    known = list(prompt)
-    for position in range(total - 1):
-        tokens = jnp.full(ROWS, known[position], jnp.int32)
-        out, cache = step(dense, experts, cache, tokens, jnp.full(ROWS, position, jnp.int32))
-        if position + 1 == len(known):
-            known.append(int(jax.device_get(out)[0]))
-    return known
+    decode, found = _plain(folder), []
+    for first in range(0, len(prompts), BATCH):
+        some = prompts[first : first + BATCH]
+        known = np.zeros((BATCH, LENGTH), np.int32)
+        for row, prompt in enumerate(some):
+            known[row, : len(prompt)] = prompt
+        lengths = np.asarray([len(prompt) for prompt in some] + [1] * (BATCH - len(some)), np.int32)
+        found += np.asarray(decode(known, lengths)).tolist()
+    return [tokens[:total] for tokens, total in zip(found, totals, strict=False)]
 
 
-@functools.cache
 def _plain(folder: pathlib.Path):
+    """Returns `decode(known [BATCH, LENGTH], lengths [BATCH])`, which continues prompts of these lengths."""
     import jax
     import jax.numpy as jnp
 
     loaded = [load_expert(folder, e) for e in range(EXPERTS)]
     experts = {name: jnp.stack([e[name] for e in loaded], axis=1) for name in loaded[0]}
+    dense = jax.tree.map(jnp.asarray, load_dense(folder))
+
+    def moe(layer, x, topk_idx, topk_weights):
+        hidden = jnp.einsum("bh,ehf->bef", x, experts["gate_up"][layer])
+        y = jax.nn.silu(hidden[..., :WIDTH]) * hidden[..., WIDTH:]
+        y = jnp.einsum("bef,efh->beh", y, experts["down"][layer])
+        return jnp.einsum("bkh,bk->bh", jnp.take_along_axis(y, topk_idx[..., None], axis=1), topk_weights)
 
     @jax.default_matmul_precision("highest")  # as in the ranks' processes
-    def step(dense, experts, cache, tokens, positions):
-        def moe(layer, x, topk_idx, topk_weights):
-            hidden = jnp.einsum("bh,ehf->bef", x, experts["gate_up"][layer])
-            y = jax.nn.silu(hidden[..., :WIDTH]) * hidden[..., WIDTH:]
-            y = jnp.einsum("bef,efh->beh", y, experts["down"][layer])
-            return jnp.einsum("bkh,bk->bh", jnp.take_along_axis(y, topk_idx[..., None], axis=1), topk_weights)
+    def decode(known, lengths):
+        def step(carry, position):
+            known, cache = carry
+            positions = jnp.full(BATCH, position)
+            out, cache = decode_step(dense, cache, known[:, position], positions, jnp.ones(BATCH, bool), moe)
+            following = jnp.where(position + 1 < lengths, known[:, position + 1], out)
+            return (known.at[:, position + 1].set(following), cache), None
 
-        return decode_step(dense, cache, tokens, positions, jnp.ones(ROWS, bool), moe)
+        return jax.lax.scan(step, (known, empty_cache(BATCH)), jnp.arange(LENGTH - 1))[0][0]
 
-    dense = jax.tree.map(jnp.asarray, load_dense(folder))
-    return jax.jit(step), dense, experts, empty_cache()
+    return jax.jit(decode)
 
 
 # -- a rank ------------------------------------------------------------------------------------------------------------
@@ -541,7 +550,7 @@ def _serve(front: Front, seconds: float) -> None:
 
 
 def _report(front: Front) -> dict:
-    expected = [expected_tokens(front.folder, front.prompts[n], total) for n, total in front.totals.items()]
+    expected = expected_tokens(front.folder, list(front.prompts.values()), list(front.totals.values()))
     times = [t for t, kind, _ in front.log if kind == "tokens"]
     killed = next(t for t, kind, _ in front.log if kind == "kill")
     after = [killed, *(t for t in times if killed < t < killed + 5)]

@@ -41,8 +41,9 @@ def run(
     """Serves until `kills` ranks have been killed, or `seconds` have gone by.
 
     Returns:
-      kills, joins, requests, tokens: their numbers. wrong: requests with another token than expected. Lists of seconds:
-      pause_s, from a kill to the next token; let_in_s, from a newcomer's being ready to its first step; stopped_s, for
+      kills, joins, requests, tokens: their numbers. wrong: requests with another token than expected. fetched: experts
+      that ranks have loaded because no rank that was left held them. Lists of seconds: pause_s, from a kill to the next
+      token; ready_s, from a newcomer's start to its being ready; let_in_s, from there to its first step; stopped_s, for
       which the other ranks stopped for it; agreed_s, from a failed step to the next one.
 
     Raises:
@@ -52,6 +53,7 @@ def run(
     rng = random.Random(seed)
     folder = pathlib.Path(tempfile.mkdtemp(prefix="xen_moe_serve_", dir="/dev/shm"))
     killed: list[float] = []
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")  # as servers do; not for calls of the host
     try:
         serve.make_checkpoint(folder)
         engine = serve.publish_experts(folder) if transfer else contextlib.nullcontext()
@@ -99,14 +101,11 @@ def run(
 
 
 def _figures(serve, front, killed: list[float]) -> dict:
-    wrong = [
-        number
-        for number, tokens in front.tokens.items()
-        if tokens != serve.expected_tokens(front.folder, front.prompts[number], front.totals[number])
-    ]
+    right = serve.expected_tokens(front.folder, list(front.prompts.values()), list(front.totals.values()))
+    wrong = [number for number, tokens in front.tokens.items() if tokens != right[number]]
     log = front.log
     members, pauses, let_in, stopped, agreed = set(), [], [], [], []
-    ready = {}
+    fetched, ready, started, took = 0, {}, {}, []
     for place, (when, kind, what) in enumerate(log):
         if kind == "kill" and what in members:
             members.discard(what)
@@ -116,10 +115,14 @@ def _figures(serve, front, killed: list[float]) -> dict:
             change = next((i for i, (_, k, w) in later[: again - place] if k == "change" and what in w[3]), None)
             after = [t for t, k, w in log[change:] if k == "tokens" and w] if change is not None else []
             pauses += [after[0] - when] if after else []
+        elif kind == "start":
+            started[what] = when
         elif kind == "ready":
             ready[what[0]] = when
+            took.append(when - started[what[0]])
         elif kind == "change":
-            slot, _, joined, lost, _, seconds = what
+            slot, _, joined, lost, loaded, seconds = what
+            fetched += loaded
             if slot in ready:
                 let_in.append(when - ready.pop(slot))
             elif joined and not lost:
@@ -133,7 +136,9 @@ def _figures(serve, front, killed: list[float]) -> dict:
         "requests": len(front.tokens),
         "tokens": sum(what for _, kind, what in log if kind == "tokens"),
         "wrong": wrong,
+        "fetched": fetched,
         "pause_s": pauses,
+        "ready_s": took,
         "let_in_s": let_in,
         "stopped_s": stopped,
         "agreed_s": agreed,
@@ -151,7 +156,8 @@ def main() -> None:
     parser.add_argument("--transfer", action="store_true")
     parser.add_argument("--gpus", type=int, default=1)
     given = parser.parse_args()
-    os.environ["XLA_FLAGS"] = f"{quick_compiler.FLAGS} --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = f"{quick_compiler.FLAGS} --xla_backend_optimization_level=0 --xla_gpu_autotune_level=0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     figures = run(
         given.ranks,
         given.kills,
@@ -161,7 +167,7 @@ def main() -> None:
         transfer=given.transfer,
         gpus=given.gpus,
     )
-    for name in ("pause_s", "let_in_s", "stopped_s", "agreed_s"):
+    for name in ("pause_s", "ready_s", "let_in_s", "stopped_s", "agreed_s"):
         values = sorted(figures[name]) or [float("nan")]
         figures[name] = {"median": values[len(values) // 2], "most": values[-1], "number": len(figures[name])}
     print(figures)
