@@ -62,7 +62,7 @@ std::string OperationText(const Descriptor& d) {
   return text + out;
 }
 
-std::string FailureText(const ErrorRecord& record, int channel, bool across, bool masked,
+std::string FailureText(const ErrorRecord& record, int channel, Scope scope, bool masked,
                         const std::function<std::string(int)>& where) {
   const Failure f = UnpackFailure(record.failure);
   const std::string root = "rank " + std::to_string(f.rank) + " (" + where(f.rank) + ")";
@@ -70,8 +70,10 @@ std::string FailureText(const ErrorRecord& record, int channel, bool across, boo
   const std::string what = std::string(Word(kOperations, static_cast<uint32_t>(f.operation))) + " number " +
                            std::to_string(f.epoch) + " on channel " + std::to_string(channel);
   const std::string shapes = OperationText(record.of_other);
-  const std::string again = across ? ", then call xen_moe_jax.cuda.reset() in every process to go on"
-                                   : ", then call xen_moe_jax.cuda.reset() to go on";
+  const bool elastic = scope == Scope::kElastic;
+  const std::string again = elastic                ? ", then call group.recover(step) to go on"
+                            : scope == Scope::kJob ? ", then call xen_moe_jax.cuda.reset() in every process to go on"
+                                                   : ", then call xen_moe_jax.cuda.reset() to go on";
   const std::string poisoned = " Every result of this group is NaN from that operation on";
   std::string text = "xen_moe_jax: ";
   switch (f.cause) {
@@ -95,9 +97,10 @@ std::string FailureText(const ErrorRecord& record, int channel, bool across, boo
     case Cause::kDead:
       text += "the process of " + root + " has ended, and with it the group on channel " + std::to_string(channel) +
               "." + poisoned +
-              (masked ? ". Call xen_moe_jax.cuda.reset() in every process that is left and go on with active="
-                        "xen_moe_jax.cuda.alive(mesh, axis_name), or start the job again from its last checkpoint"
-                      : ". Start the job again from its last checkpoint");
+              (elastic  ? ". Call group.recover(step)"
+               : masked ? ". Call xen_moe_jax.cuda.reset() in every process that is left and go on with active="
+                          "xen_moe_jax.cuda.alive(mesh, axis_name), or start the job again from its last checkpoint"
+                        : ". Start the job again from its last checkpoint");
       break;
     case Cause::kMemory:
       text += what + " failed: " + root +
@@ -115,6 +118,7 @@ std::string FailureText(const ErrorRecord& record, int channel, bool across, boo
               ". Give operations that may run at the same time a KernelConfig.channel each" + again;
       break;
     case Cause::kReset:
+      if (elastic) return text + "the other members have given up this step." + poisoned + ". Call group.recover(step)";
       text += "the group on channel " + std::to_string(channel) + " was stopped by xen_moe_jax.cuda.reset(), which " +
               "did not end." + poisoned + ". Wait until no program runs" + again;
       break;

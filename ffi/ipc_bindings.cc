@@ -32,7 +32,7 @@ void BindIpc(nb::module_& m) {
     WithoutGil([&] { Registry::Get().SetProvider(StartIpc(process, num_processes, ordinal)); });
   });
   // Returns, for each workspace that has memory, (name, handle of its mailbox, handle of its staging memory or b"",
-  // bytes of the staging memory's flags, bytes of its data).
+  // bytes of the staging memory's flags, bytes of its data, latest epoch).
   m.def("ipc_show", [] {
     nb::list out;
     for (const auto& workspace : Registry::Get().All()) {
@@ -44,8 +44,8 @@ void BindIpc(nb::module_& m) {
         handles[0] = ShowIpc(shown.first);
         if (shown.second != nullptr) handles[1] = ShowIpc(shown.second);
       });
-      out.append(
-          nb::make_tuple(NameOf(*workspace), Bytes(handles[0]), Bytes(handles[1]), needs.flag_bytes, needs.data_bytes));
+      out.append(nb::make_tuple(NameOf(*workspace), Bytes(handles[0]), Bytes(handles[1]), needs.flag_bytes,
+                                needs.data_bytes, workspace->NewestEpoch()));
     }
     return out;
   });

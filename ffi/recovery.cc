@@ -75,6 +75,7 @@ void Recovery::Quiet(double seconds) {
 void Recovery::Adopt(const std::set<int>& gone, uint32_t epoch, uint32_t generation, const std::function<void()>& map,
                      double seconds) {
   const auto lock = changes_.Begin(seconds);
+  elastic_ = true;
   if (!persistent_.made()) return;
   {
     std::lock_guard<std::mutex> dead_lock(dead_mutex_);
@@ -172,7 +173,8 @@ std::string Recovery::Failure() const {
     const ErrorRecord& record = *persistent_.members()[i].record;
     if (LoadVolatile(&record.failure) == 0) continue;
     std::atomic_thread_fence(std::memory_order_acquire);
-    return FailureText(record, channel_, groups_.across(), masked_, [&](int rank) { return groups_.WhereIs(i, rank); });
+    const Scope scope = elastic_ ? Scope::kElastic : groups_.across() ? Scope::kJob : Scope::kProcess;
+    return FailureText(record, channel_, scope, masked_, [&](int rank) { return groups_.WhereIs(i, rank); });
   }
   return "";
 }

@@ -40,6 +40,9 @@ class Recovery {
   // actually needs it.
   void FailOnlyWhenNeeded() { masked_.store(true); }
 
+  // Returns the latest epoch of this process's rank; 0 where it has no memory.
+  uint32_t NewestEpoch() const { return persistent_.made() ? persistent_.NewestEpoch() : 0; }
+
   // Returns the processes that have died and that a reset has left out: the same set in every process that is left.
   std::set<int> LeftOut();
 
@@ -70,6 +73,7 @@ class Recovery {
   std::set<int> dead_;      // processes
   std::set<int> left_out_;  // processes that a reset has left out
   std::atomic<bool> masked_{false};
+  std::atomic<bool> elastic_{false};  // Adopt has been called
 
   std::mutex runs_mutex_;
   std::array<int64_t, 64> runs_;  // runs that began before any failure, by the run's number modulo 64

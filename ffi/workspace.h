@@ -49,6 +49,7 @@ class Workspace {
   void SetEpochForTest(uint32_t epoch) { recovery_.SetEpochForTest(epoch); }
   void MarkDead(int process, bool clean) { recovery_.MarkDead(process, clean); }
   void FailOnlyWhenNeeded() { recovery_.FailOnlyWhenNeeded(); }
+  uint32_t NewestEpoch() const { return recovery_.NewestEpoch(); }
   std::set<int> LeftOut() { return recovery_.LeftOut(); }
   void Quiet(double seconds) { recovery_.Quiet(seconds); }
   void Adopt(const std::set<int>& gone, uint32_t epoch, uint32_t generation, const std::function<void()>& map,

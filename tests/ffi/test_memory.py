@@ -499,12 +499,20 @@ BOTH = {"of_rank": COMBINE, "of_other": DISPATCH, "rank": 2, "other": 1, "epoch"
     ],
 )  # fmt: skip
 def test_error_texts_name_root_shapes_time_and_remedy(memory, record, parts):
-    text = memory.failure_text(record, 5, False)
+    text = memory.failure_text(record, 5, 0)
     assert text.startswith("xen_moe_jax: ")
     for part in [*parts, "NaN"]:
         assert part in text, text
     if record["cause"] != 3:
-        assert "in every process" in memory.failure_text(record, 5, True)
+        assert "in every process" in memory.failure_text(record, 5, 1)
+
+
+@pytest.mark.parametrize("cause", range(1, 8))
+def test_error_texts_of_an_elastic_group_name_its_remedy(memory, cause):
+    text = memory.failure_text(BOTH | {"cause": cause, "masked": True}, 5, 2)
+    assert text.startswith("xen_moe_jax: ") and "NaN" in text and "group.recover(step)" in text
+    assert "cuda." not in text and "the job" not in text, text
+    assert ("the other members have given up this step" in text) == (cause == 7)
 
 
 def test_check_raises_what_the_module_says(monkeypatch):

@@ -444,9 +444,10 @@ NB_MODULE(_memory_test, m) {
   m.def("leave_out_the_dead", [](Workspace& w) { w.FailOnlyWhenNeeded(); });
   m.def("mailbox_dead", [](Workspace& w, size_t i) { return At(w, i).mailbox->dead; });
   m.def("mailbox_failure", [](Workspace& w, size_t i) { return At(w, i).mailbox->failure; });
-  m.def("failure_text", [](nb::dict record, int channel, bool across) {
+  // `scope`: 0, 1 or 2, in the order of `Scope`.
+  m.def("failure_text", [](nb::dict record, int channel, int scope) {
     const bool masked = record.contains("masked") && nb::cast<bool>(record["masked"]);
-    return FailureText(RecordOf(record), channel, across, masked,
+    return FailureText(RecordOf(record), channel, static_cast<Scope>(scope), masked,
                        [](int rank) { return "GPU " + std::to_string(rank); });
   });
 }

@@ -16,15 +16,21 @@ from xen_moe_jax.backends.cuda import job, module, processes
 
 SECONDS = 30.0
 """Seconds that the GPU has to become idle, once kernels of this library that wait have been told to end."""
-EPOCHS = 1 << 16
-"""Epochs, the numbers of operations, that a view has for itself: the first epoch of a view is larger than every epoch
-that a flag holds."""
+AHEAD = 64
+"""Epochs, the numbers of operations, between the latest epoch of any member of a view and the first one of the next
+view. No flag that is still on its way has an epoch of the next view, because an operation needs all members: a process
+that is left out is one operation ahead of the members at most."""
 
 
 class Alone:
-    """The agreement (ffi/agreement.h) of a process that makes memory by itself: it asks no other process."""
+    """The agreement (ffi/agreement.h) of a process that makes memory by itself: it asks no other process.
+
+    Attributes:
+      member: True once the process is a member of a group, whose memory cannot change.
+    """
 
     def __init__(self) -> None:
+        self.member = False
         self._ticket = 0
         self._lock = threading.Lock()
 
@@ -32,6 +38,12 @@ class Alone:
         self, key: str, payload: bytes, seconds: float, without_dead: bool = False
     ) -> tuple[int, list[bytes], list[int]]:
         del key, seconds, without_dead
+        if self.member:
+            raise RuntimeError(
+                "elastic.Group: the memory of the kernels cannot change while this process is a member: compile and "
+                "run every program, of every shape, before join(), open and close xm.Buffer before it, and call "
+                "group.recover(step), not xen_moe_jax.cuda.reset(), after a failure"
+            )
         with self._lock:
             self._ticket += 1
             return self._ticket, [payload], []
@@ -52,18 +64,19 @@ class Members:
                 f"elastic.Group: this process owns {jax.local_device_count()} GPUs: a rank has one; start it with "
                 "CUDA_VISIBLE_DEVICES set to one of them"
             )
-        self._compiled, self._num_ranks = compiled, num_ranks
+        self._compiled, self._rank, self._num_ranks = compiled, rank, num_ranks
         ordinal = jax.local_devices()[0].local_hardware_id or 0
         per_process = compiled.devices_per_process
         self.keys = np.asarray([[r * per_process + ordinal for r in range(num_ranks)]], np.int64)
         job.describe_as(compiled, rank, num_ranks, self.keys[0].tolist())
         compiled.ipc_start(rank, num_ranks, ordinal)
-        compiled.set_agreement(Alone())
+        self._alone = Alone()
+        compiled.set_agreement(self._alone)
         processes.started_by_a_group()
 
     def arrive(self) -> list[Any]:
         """Ends operations that still wait, and returns what the other members need to map this rank's memory: for each
-        workspace its name, two IPC handles as text, and two sizes in bytes. JSON can hold it.
+        workspace its name, two IPC handles as text, two sizes in bytes, and its latest epoch. JSON can hold it.
 
         Raises:
           RuntimeError: the GPU did not become idle.
@@ -77,23 +90,28 @@ class Members:
         returned there.
 
         Raises:
-          RuntimeError: the ranks have compiled different programs, or memory cannot be mapped.
+          RuntimeError: memory cannot be mapped.
         """
-        names = {rank: {entry[0]: entry[3:] for entry in entries} for rank, entries in shown.items()}
-        first = min(names)
-        for rank, sizes in names.items():
-            if sizes != names[first]:
-                raise RuntimeError(
-                    f"elastic.Group: rank {rank} has symmetric memory {sizes} and rank {first} {names[first]}: every "
-                    "rank must compile the same programs, before it joins"
-                )
-        for name in names[first]:
-            handles = [[b"", b""] for _ in range(self._num_ranks)]
-            for rank, entries in shown.items():
-                handles[rank] = next([_bytes(e[1]), _bytes(e[2])] for e in entries if e[0] == name)
-            mailboxes, stagings = ([pair[i] for pair in handles] for i in (0, 1))
-            epoch = (view % (EPOCHS - 1) + 1) * EPOCHS + 2
-            self._compiled.ipc_adopt(name, mailboxes, stagings, epoch % (1 << 32), view, SECONDS)
+        self._alone.member = True
+        by_name = {rank: {entry[0]: entry[1:] for entry in entries} for rank, entries in shown.items()}
+        for name in by_name[min(by_name)]:  # the same names and sizes on all members: `programs`
+            mailboxes, stagings = ([b""] * self._num_ranks for _ in range(2))
+            for rank, entries in by_name.items():
+                mailboxes[rank], stagings[rank] = map(_bytes, entries[name][:2])
+            epoch = max(entries[name][4] for entries in by_name.values())
+            self._compiled.ipc_adopt(name, mailboxes, stagings, _following(epoch), view % (1 << 32), SECONDS)
+
+    def programs(self) -> dict[str, list[int]]:
+        """Returns what must be the same on all members: the sizes in bytes of each workspace, by its name."""
+        return {name: list(sizes) for name, _, _, *sizes, _ in self._compiled.ipc_show()}
+
+    def leave(self) -> None:
+        """Ends operations that still wait, and forgets the other members' memory and failures.
+
+        Raises:
+          RuntimeError: the GPU did not become idle.
+        """
+        self.adopt(0, {self._rank: self.arrive()})
 
     def mark_dead(self, rank: int) -> None:
         """Lets operations that wait for rank `rank` fail."""
@@ -106,6 +124,12 @@ class Members:
     def interrupt(self) -> None:
         """Lets all operations that wait fail, because the other members have given up the step."""
         self._compiled.ipc_interrupt(SECONDS)
+
+
+def _following(epoch: int) -> int:
+    """Returns the first epoch of a view after a view in which `epoch`, uint32, was the latest one. All flags are
+    cleared between them, so that epochs may begin again near the end of their range."""
+    return 2 if epoch > 0xFFFF0000 else epoch + AHEAD
 
 
 def _text(handle: bytes) -> str:
