@@ -1,7 +1,7 @@
 """The files of a group in one folder: a state that is replaced as a whole under a lock, and a few words of shared
 memory, which a process reads without the lock to learn whether the state has changed. A process may be killed at any
 instruction: the operating system then drops the lock that the process held, and neither a word nor the state is ever
-half written.
+half written. A process that is stopped while it holds the lock is killed by the next one that has waited for too long.
 """
 
 from __future__ import annotations
@@ -14,17 +14,24 @@ import mmap
 import os
 import pathlib
 import platform
+import time
 from collections.abc import Iterator
 from typing import Any
+
+from xen_moe_jax.backends.cuda import liveness
 
 BOARD_BYTES = 4096
 PROPOSAL, URGENT, WAITING, CHANGE = range(4)
 """Indices of the board's words, each a uint64. `PROPOSAL`: number of the newest proposal. `URGENT`: number of the
-newest proposal that interrupts steps under way. `WAITING`: 1 while a process waits to be let in. `CHANGE`: the step at
-whose beginning that process is let in, 0 where no change is planned."""
+newest proposal that interrupts steps under way. `WAITING`: 1 while a process waits to be let in. `CHANGE`: the view,
+modulo 2**24, and in the lowest `STEP_BITS` the step at whose beginning that process is let in; 0 where no change is
+planned."""
+STEP_BITS = 40
 LEFT = 16
-"""Index `LEFT + s` is the word of slot `s`: 1 once the slot's process has left the group."""
+"""Index `LEFT + s` is the word of slot `s`: the number of the newest claim of this slot whose process has left."""
 MOST_SLOTS = 256
+LOCK_PAUSE_S = 0.0002
+"""Seconds between two attempts to take the lock."""
 
 
 class Board:
@@ -38,8 +45,8 @@ class Board:
       ValueError: the group in the folder has another number of slots.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], slots: int) -> None:
-        self.folder = pathlib.Path(folder)
+    def __init__(self, folder: str | os.PathLike[str], slots: int, timeout_s: float) -> None:
+        self.folder, self._timeout_s = pathlib.Path(folder), timeout_s
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         with contextlib.ExitStack() as undo:
@@ -47,7 +54,7 @@ class Board:
             self.words = map_file(self.folder / "board", BOARD_BYTES).cast("Q")
             with self.locked():
                 if not (self.folder / "state.json").exists():
-                    self.write({"slots": slots, "proposal": 0, "claimed": 0, "members": {}, "claims": {}})
+                    self.write({"slots": slots, "proposal": 0, "urgent": 0, "claimed": 0, "members": {}, "claims": {}})
                 found = self.read()["slots"]
             if found != slots:
                 raise ValueError(f"elastic.Group: slots={slots}: the group in {self.folder} has {found}")
@@ -55,12 +62,36 @@ class Board:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the group's lock. The caller holds it for a moment, and never while it waits for another process."""
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        """Holds the group's lock. The caller holds it for a moment, and never while it waits for another process. A
+        process that has held it for `timeout_s` is ended.
+
+        Raises:
+          TimeoutError: that process cannot be found or ended.
+        """
+        limit = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if (late_s := time.monotonic() - limit) > 0:
+                    self._end_holder(late_s)
+                time.sleep(LOCK_PAUSE_S)
         try:
             yield
         finally:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def _end_holder(self, late_s: float) -> None:
+        """Kills the process that holds the lock, which the operating system then drops."""
+        holder = _holder(self._lock)
+        if holder is None and late_s < self._timeout_s:  # perhaps it has just given the lock back
+            return
+        if holder is None or not liveness.end(holder, self._timeout_s):
+            raise TimeoutError(
+                f"elastic.Group: process {holder or 'unknown'} has held the lock of {self.folder} for more than "
+                f"{self._timeout_s:g} s, and cannot be ended from here: end it, or let it go on"
+            )
 
     def read(self) -> dict[str, Any]:
         """Returns the state. Slots are text in it, because the keys of JSON's objects are."""
@@ -86,6 +117,17 @@ class Board:
     def close(self) -> None:
         """Closes the lock's file; the words stay readable."""
         os.close(self._lock)
+
+
+def _holder(descriptor: int) -> int | None:
+    """Returns the PID of the process that holds the lock of this file; None where the operating system names none."""
+    file = os.fstat(descriptor)
+    name = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
+    try:
+        held = [line.split() for line in pathlib.Path("/proc/locks").read_text().splitlines() if " FLOCK " in line]
+    except OSError:
+        return None
+    return next((int(words[4]) for words in held if words[1] != "->" and words[5] == name and int(words[4]) > 0), None)
 
 
 def map_file(path: pathlib.Path, nbytes: int) -> memoryview:

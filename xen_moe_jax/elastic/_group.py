@@ -125,7 +125,7 @@ class Group:
         self._stopped = threading.Event()
         self._changing = threading.Lock()
         with contextlib.ExitStack() as undo:
-            self._board = Board(folder, self.num_ranks)
+            self._board = Board(folder, self.num_ranks, self._timeout_s)
             undo.callback(self._board.close)
             told = "" if placement is None else repr((placement.num_experts, placement.experts.tolist()))
             told = hashlib.sha256(told.encode()).hexdigest()
@@ -180,7 +180,7 @@ class Group:
         Raises:
           TimeoutError: the members did not let this process in, or `start_with` processes were not ready. A further
             call tries again.
-          ValueError: `start_with` is more than the group's slots.
+          ValueError: `start_with` is more than the group's slots, or the members run other programs than this process.
           elastic.Evicted: the members went on without this process while it was coming in.
           RuntimeError: this process is a member already, or the group is closed.
         """
@@ -189,7 +189,7 @@ class Group:
         self._open("join")
         if self.view:
             raise RuntimeError("elastic.Group.join: this process is a member already")
-        self._membership.announce()
+        self._membership.announce(self._rows.keys())
         with self._changing:
             return self._adopt(self._membership.enter(start_with, timeout_s))
 
@@ -331,15 +331,23 @@ class Group:
         told: set[tuple[int, int]] = set()
         while not self._stopped.wait(WATCH_S):
             with self._changing:
-                view, members = self._membership.number, self._membership.members
-                assert self._kernels is not None
-                for member in members:
-                    if (view, member) not in told and member != self.rank and self._membership.gone(member):
-                        told.add((view, member))
-                        self._kernels.mark_dead(member)
-                if (view, -1) not in told and view and self._membership.interrupted():
-                    told.add((view, -1))
-                    self._kernels.interrupt()
+                try:
+                    self._look(told)
+                except Exception as error:  # `xm.check` raises it, and this thread looks on
+                    self._fail(f"looking after the members failed: {error!r}")
+
+    def _look(self, told: set[tuple[int, int]]) -> None:
+        """Looks once. `told`: pairs (view, member) of which the kernels have been told; -1 stands for all members."""
+        view, members = self._membership.number, self._membership.members
+        assert self._kernels is not None
+        told.difference_update([(earlier, member) for earlier, member in told if earlier != view])
+        for member in members:
+            if (view, member) not in told and member != self.rank and self._membership.gone(member):
+                self._kernels.mark_dead(member)
+                told.add((view, member))
+        if (view, -1) not in told and view and self._membership.interrupted():
+            self._kernels.interrupt()
+            told.add((view, -1))
 
     def _stop_watching(self) -> None:
         self._stopped.set()
@@ -350,9 +358,7 @@ class Group:
         """Returns why an operation has failed since the last `Change`, or since the group was closed; "" if none
         has."""
         kernels = None if self._closed else self._kernels
-        text = self._failure or (kernels.failure() if kernels is not None else "")
-        told, reset, _ = text.partition(" Call xen_moe_jax.cuda.reset()")
-        return f"{told} Call group.recover(step)" if reset else text
+        return self._failure or (kernels.failure() if kernels is not None else "")
 
     def _fail(self, text: str, remedy: str = "call group.recover(step)") -> None:
         with self._failing:
@@ -375,14 +381,23 @@ class Group:
             raise RuntimeError(f"elastic.Group.{caller}: the group is closed")
 
     def close(self) -> None:
-        """Leaves the group; the members treat that as the death of this process. A further call does nothing."""
-        if not self._closed:
-            self._closed = True
+        """Leaves the group, while no program runs; the members treat that as the death of this process. A further call
+        does nothing.
+
+        Raises:
+          RuntimeError: the GPU did not become idle. The group is closed all the same.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.ExitStack() as last:
+            last.callback(setattr, self, "_failure", "")  # `xm.check` asks every group that this process has opened
+            last.callback(self._rows.close)
+            last.callback(self._board.close)
+            last.callback(self._membership.leave)
             self._stop_watching()
-            self._membership.leave()
-            self._board.close()
-            self._rows.close()
-            self._failure = ""  # `xm.check` asks every group that this process has opened
+            if self._kernels is not None:
+                self._kernels.leave()
 
     def __enter__(self) -> Group:
         return self

@@ -22,14 +22,19 @@ import time
 from typing import Any, Protocol
 
 from xen_moe_jax.backends.cuda import liveness
-from xen_moe_jax.elastic._board import CHANGE, LEFT, PROPOSAL, URGENT, WAITING, Board, fence
+from xen_moe_jax.elastic._board import CHANGE, LEFT, PROPOSAL, STEP_BITS, URGENT, WAITING, Board, fence
 
 PAUSE_S = 0.0005
+GRACE_S = 1.0
+"""Seconds that a member may be in a step while another one waits for it in the next view. It needs none of them: no
+member waits before the step has ended on all. Only a process that was stopped, and then wrote an old `CHANGE`, makes
+one member begin a step that another one does not begin."""
 
 
 class Evicted(RuntimeError):
     """The other members went on without this process, because it did not come in time. The process may end, or close
-    this group and open one with another `axis_name`."""
+    this group and open one with another `axis_name`. Where kernels exchange, the other members end such a process:
+    its GPU could store into their memory later."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +57,8 @@ class Settled:
 
 
 class Memory(Protocol):
-    """Memory of a rank that the members map anew in every view: `backends.cuda.members.Members`."""
+    """Memory of a rank that the members map anew in every view: `backends.cuda.members.Members`. Other processes may
+    store into it while it is mapped."""
 
     def arrive(self) -> Any:
         """Ends operations that wait, and returns what the other members need to map this rank's memory, as a value that
@@ -92,6 +98,7 @@ class Membership:
         self.number, self._identities = 0, {self.slot: self._identity}
         self.members: tuple[int, ...] = (self.slot,)
         self.memory: Memory | None = None
+        self._newer = 0, 0.0  # the newest proposal that `interrupted` has found, and when
 
     def _claim(self, slot: int | None) -> tuple[int, str]:
         """Takes a slot that no living process has; returns it and the identity of this claim. A dead member's slot
@@ -118,7 +125,6 @@ class Membership:
                     state["claimed"] += 1
                     identity = f"{self._process} {state['claimed']}"
                     state["claims"] = {**claims, str(mine): {"identity": identity, "ready": False}}
-                    self._board.words[LEFT + mine] = 0
                     self._board.write(state)
                     return mine, identity
             if time.monotonic() > limit:
@@ -167,23 +173,41 @@ class Membership:
         return self._away(slot, self._identities[slot])
 
     def _away(self, slot: str | int, identity: str) -> bool:
-        return bool(self._board.words[LEFT + int(slot)]) or self._ended(identity)
+        return self._board.words[LEFT + int(slot)] >= _claim_of(identity) or self._ended(identity)
 
     def claims(self) -> dict[int, int]:
         """Returns the number of each member's claim, by slot."""
-        return {slot: int(identity.rsplit(" ", 1)[1]) for slot, identity in self._identities.items()}
+        return {slot: _claim_of(identity) for slot, identity in self._identities.items()}
 
     def interrupted(self) -> bool:
-        """Returns True if the other members have given up the step under way, which then cannot end."""
-        return self._board.words[URGENT] > self.number
+        """Returns True if the other members have given up the step under way, which then cannot end, or if one of them
+        has been waiting for this process for `GRACE_S`."""
+        if self._board.words[URGENT] > self.number:
+            return True
+        proposal, now = self._board.words[PROPOSAL], time.monotonic()
+        if self._newer[0] != proposal:
+            self._newer = proposal, now
+        return proposal > self.number and now - self._newer[1] > GRACE_S
 
     # -- coming in -----------------------------------------------------------------------------------------------------
 
-    def announce(self) -> None:
-        """Tells the members that this process is ready to be let in."""
+    def announce(self, exchanges: list[int]) -> None:
+        """Tells the members that this process is ready to be let in.
+
+        Args:
+          exchanges: keys of the exchanges through the host that this process has run.
+
+        Raises:
+          ValueError: the members, or the processes that wait with this one, run other programs.
+        """
+        programs = {"exchanges": exchanges, "kernels": {} if self.memory is None else self.memory.programs()}
         with self._board.locked():
             state = self._board.read()
-            self._own_claim(state)["ready"] = True
+            own = self._own_claim(state)
+            if all(self._away(*m) for m in state["members"].items()) and not self._ready(state):
+                state["programs"] = programs
+            _check_alike(programs, state["programs"])
+            own["ready"] = True
             self._board.write(state)
             self._board.words[WAITING] = 1
 
@@ -235,13 +259,14 @@ class Membership:
         The member with the lowest slot decides: at the beginning of step `s` it writes that the change is at `s + 1`.
         No member begins `s + 1` before this is written, because no step ends without all members.
         """
-        words = self._board.words
-        waiting, change = words[WAITING], words[CHANGE]
+        words, view = self._board.words, self.number % (1 << 24) << STEP_BITS
+        waiting, change = words[WAITING], words[CHANGE] - view
         if words[PROPOSAL] != self.number:  # read last: a process clears CHANGE after it has written PROPOSAL
             return True
-        if waiting and change == 0 and self.slot == self.members[0]:
-            words[CHANGE] = step + 1
-        return 0 < change <= step
+        planned = 0 < change < 1 << STEP_BITS  # else no change, or one that a process of an older view has written
+        if waiting and not planned and self.slot == self.members[0]:
+            words[CHANGE] = view + step + 1
+        return planned and change <= step
 
     # -- agreeing ------------------------------------------------------------------------------------------------------
 
@@ -261,14 +286,20 @@ class Membership:
         if urgent and left:
             ready = {}  # the members that are left go on first; ready processes come in at the next boundary
         state["proposal"] += 1
+        if urgent:
+            state["urgent"] = state["proposal"]
         state["members"] = {**left, **ready}
         state["claims"] = {
             s: c for s, c in state["claims"].items() if s not in ready and not self._ended(c["identity"])
         }
         self._board.write(state)
+        self._publish(state)
+
+    def _publish(self, state: dict) -> None:
+        """Writes the words that belong to the newest proposal. The caller holds the lock. The process that has written
+        the state may have been killed before it did so."""
         words = self._board.words
-        if urgent:
-            words[URGENT] = state["proposal"]
+        words[URGENT] = state.get("urgent", 0)
         words[PROPOSAL] = state["proposal"]
         fence()
         words[CHANGE], words[WAITING] = 0, int(any(c["ready"] for c in state["claims"].values()))
@@ -288,12 +319,17 @@ class Membership:
         while True:
             with self._board.locked():
                 state = self._board.read()
+                if state["members"].get(str(self.slot)) == self._identity:
+                    self._publish(state)
             number, members = state["proposal"], {int(s): i for s, i in state["members"].items()}
             if members.get(self.slot) != self._identity:
                 raise Evicted(
                     f"elastic.Group: the members went on without slot {self.slot} in view {number}: it did not come "
                     f"within {self._timeout_s:g} s"
                 )
+            for slot, identity in self._identities.items():
+                if members.get(slot) != identity:
+                    self._shut_out(slot, identity)
             self._identities = members
             shown = None if self.memory is None else self.memory.arrive()
             says = {"old": old, "step": step, "share": base64.b64encode(share).decode(), "memory": shown}
@@ -321,6 +357,17 @@ class Membership:
             step=min((a["step"] for a in olds.values()), default=0),
             share=base64.b64decode(lowest["share"]),
         )
+
+    def _shut_out(self, slot: int, identity: str) -> None:
+        """Returns once a process that is no member any more, or never became one, stores into no member's memory."""
+        if self.memory is None or slot == self.slot or self._away(slot, identity):
+            return  # through the host a process writes into its own memory alone; one that leaves waits for its GPU
+        pid = int(identity.split()[2])
+        if not liveness.end(pid, self._timeout_s):
+            raise RuntimeError(
+                f"elastic.Group: process {pid} of slot {slot} did not come within {self._timeout_s:g} s and cannot be "
+                "ended from here, and its GPU may still store into the memory of this one: end it, and this one"
+            )
 
     def settle_with_more(self, settled: Settled, timeout_s: float) -> Settled:
         """Waits until a process is ready or another member has gone, and returns the next view. All members of
@@ -372,7 +419,7 @@ class Membership:
         with contextlib.suppress(FileNotFoundError), self._board.locked():
             state = self._board.read()
             if state["members"].get(slot) == self._identity:
-                self._board.words[LEFT + self.slot] = 1
+                self._board.words[LEFT + self.slot] = _claim_of(self._identity)
             elif state["claims"].get(slot, {}).get("identity") == self._identity:
                 del state["claims"][slot]
                 self._board.write(state)
@@ -384,3 +431,26 @@ class Membership:
                 os.close(descriptor)
             self._polls.clear()
             self._held.clear()
+
+
+def _claim_of(identity: str) -> int:
+    return int(identity.rsplit(" ", 1)[1])
+
+
+def _check_alike(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Compares the programs of this process with those of the group. Memory of kernels must be the same; of exchanges
+    through the host, a process may have run some of the group's, or more.
+
+    Raises:
+      ValueError: they differ.
+    """
+    here, there = set(mine["exchanges"]), set(theirs["exchanges"])
+    if mine["kernels"] == theirs["kernels"] and (here <= there or there <= here):
+        return
+    of_kernels = f"symmetric memory {mine['kernels']} here and {theirs['kernels']} there"
+    of_host = f"{len(here - there)} exchanges that the group does not have, and {len(there - here)} that it lacks"
+    raise ValueError(
+        "elastic.Group.join: this process has compiled other programs than the group: "
+        f"{of_kernels if mine['kernels'] != theirs['kernels'] else of_host}; compile and run the same programs, with "
+        "the same shapes, before join(), or open a group in another folder"
+    )

@@ -13,6 +13,7 @@ import contextlib
 import os
 import pathlib
 import select
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -67,6 +68,28 @@ def hold(other: str) -> int | None:
         return descriptor
     os.close(descriptor)  # another process has its number by now
     raise ProcessLookupError(int(pid))
+
+
+def end(pid: int, seconds: float) -> bool:
+    """Kills a process, which may be stopped. Returns True once it has ended, False if it has not after `seconds`, or
+    may not be killed from here."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    try:
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    finally:
+        os.close(descriptor)
 
 
 class Watcher:

@@ -70,7 +70,7 @@ class Members:
         self.keys = np.asarray([[r * per_process + ordinal for r in range(num_ranks)]], np.int64)
         job.describe_as(compiled, rank, num_ranks, self.keys[0].tolist())
         compiled.ipc_start(rank, num_ranks, ordinal)
-        self._alone = Alone()
+        self._alone, self._view = Alone(), 1
         compiled.set_agreement(self._alone)
         processes.started_by_a_group()
 
@@ -92,7 +92,7 @@ class Members:
         Raises:
           RuntimeError: memory cannot be mapped.
         """
-        self._alone.member = True
+        self._alone.member, self._view = True, view
         by_name = {rank: {entry[0]: entry[1:] for entry in entries} for rank, entries in shown.items()}
         for name in by_name[min(by_name)]:  # the same names and sizes on all members: `programs`
             mailboxes, stagings = ([b""] * self._num_ranks for _ in range(2))
@@ -111,7 +111,7 @@ class Members:
         Raises:
           RuntimeError: the GPU did not become idle.
         """
-        self.adopt(0, {self._rank: self.arrive()})
+        self.adopt(self._view, {self._rank: self.arrive()})
 
     def mark_dead(self, rank: int) -> None:
         """Lets operations that wait for rank `rank` fail."""
