@@ -1,0 +1,262 @@
+"""A decode step of the server in `examples/serve_elastic.py` in an `elastic.Group`, beside the same step in a job of
+`jax.distributed`, while nothing fails.
+
+    python benchmarks/layers/group_step.py --ranks 2 --gpus 2 [--json FILE]
+    JAX_PLATFORMS=cpu python benchmarks/layers/group_step.py --ranks 2 --host
+
+Each line has a size of the decoder and microseconds a step, medians over `REPEATS` runs of `STEPS` steps on rank 0, in
+turns: "job" is a job without `active`, "job, masked" gives `active` and the placement to the operations as a group has
+to, "group, bare" is the group's program without what a loop in a group adds, and "group" has `boundary` and `check`
+around every step and the thread that looks after the members, as the server has. A step ends when its tokens are on
+the host. In the job the exchange is that of one process per GPU (NVSHMEM); in the group it is CUDA IPC memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import pathlib
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+SIZES: dict[str, dict[str, int]] = {
+    "the example's": {},
+    "Qwen3-30B-A3B, 4 layers": {
+        "HIDDEN": 2048, "LAYERS": 4, "EXPERTS": 128, "TOP_K": 8, "WIDTH": 768, "ROWS": 32, "LENGTH": 128, "SLOTS": 64,
+    },
+}  # fmt: skip
+STEPS, REPEATS = 200, 7
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def example(size: str) -> Any:
+    """The module of the example, with the decoder's dimensions."""
+    spec = importlib.util.spec_from_file_location("serve_elastic", ROOT / "examples" / "serve_elastic.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, value in SIZES[size].items():
+        setattr(module, name, value)
+    return module
+
+
+def weights(serve: Any, rank: int) -> tuple[Any, Any]:
+    """Random weights: those of every rank, and the experts of one rank."""
+    import jax
+    import jax.numpy as jnp
+
+    h, w = serve.HIDDEN, serve.WIDTH
+    shapes = {
+        "embedding": (serve.VOCAB, h),
+        "position": (serve.LENGTH, h),
+        "attention": (serve.LAYERS, 4, h, h),
+        "router": (serve.LAYERS, h, serve.EXPERTS),
+        "out": (h, serve.VOCAB),
+    }
+    experts = {"gate_up": (serve.LAYERS, serve.SLOTS, h, 2 * w), "down": (serve.LAYERS, serve.SLOTS, w, h)}
+
+    def draw(shapes: Any, seed: int) -> Any:
+        return {
+            name: jax.random.normal(jax.random.key(seed + i), shape, jnp.float32) * shape[-2] ** -0.5
+            for i, (name, shape) in enumerate(shapes.items())
+        }
+
+    return draw(shapes, 1), draw(experts, 100 * (rank + 1))
+
+
+def times_of(step: Any, state: Any) -> list[float]:
+    """Returns microseconds a step, for each repeat."""
+    for _ in range(STEPS // 4):
+        state = step(state)
+    times = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        for _ in range(STEPS):
+            state = step(state)
+        times.append((time.perf_counter() - began) / STEPS * 1e6)
+    return times
+
+
+def inputs(serve: Any) -> tuple[Any, Any, Any]:
+    import numpy as np
+
+    rows = serve.ROWS
+    return np.arange(rows, dtype=np.int32) % serve.VOCAB, np.full(rows, 5, np.int32), np.ones(rows, bool)
+
+
+def in_a_group(size: str, rank: int, ranks: int, folder: str, host: bool) -> dict[str, list[float]]:
+    import jax
+    import numpy as np
+
+    import xen_moe_jax as xm
+
+    serve = example(size)
+    base = xm.balance.plan(np.ones(serve.EXPERTS), num_ranks=ranks, slots_per_rank=serve.SLOTS)
+    with xm.elastic.Group(folder, ranks, slot=rank, placement=base, timeout_s=60.0) as group:
+        run, tokens = serve.make_step(group.axis_name, not host), inputs(serve)
+        dense, experts = weights(serve, rank)
+        members = jax.device_put((group.active(), group.placement))
+        out, cache = run(dense, experts, serve.empty_cache(), *tokens, *members)
+        jax.block_until_ready(cache)
+        group.join(start_with=ranks)
+        members, number = jax.device_put((group.active(), group.placement)), 0
+
+        def bare(cache: Any) -> Any:
+            out, cache = run(dense, experts, cache, *tokens, *members)
+            jax.device_get(out)
+            return cache
+
+        def whole(cache: Any) -> Any:
+            nonlocal number
+            if group.boundary(number) is not None:
+                raise RuntimeError("the members have changed")
+            cache = bare(cache)
+            xm.check()
+            number += 1
+            return cache
+
+        found: dict[str, list[float]] = {"group": [], "group, bare": []}
+        for _ in range(2):
+            found["group"] += times_of(whole, cache := whole(cache))
+            cache = serve.empty_cache()
+            found["group, bare"] += times_of(bare, cache := bare(cache))
+            cache = serve.empty_cache()
+        xm.check()
+    return found
+
+
+def in_a_job(size: str, rank: int, ranks: int, port: str, host: bool) -> dict[str, list[float]]:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import xen_moe_jax as xm
+
+    jax.distributed.initialize(f"127.0.0.1:{port}", ranks, rank)
+    serve, found = example(size), {}
+    mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
+    placement = xm.balance.plan(np.ones(serve.EXPERTS), num_ranks=ranks, slots_per_rank=serve.SLOTS)
+    config = None if host else xm.KernelConfig(backend="cuda", timeout_s=60.0)
+
+    def spread(tree: Any) -> Any:
+        return jax.tree.map(
+            lambda a: jax.make_array_from_process_local_data(NamedSharding(mesh, P("ep")), np.asarray(a)[None]), tree
+        )
+
+    def step(dense: Any, experts: Any, cache: Any, tokens: Any, positions: Any, used: Any, *masked: Any) -> Any:
+        options = {"active": masked[0], "placement": masked[1]} if masked else {}
+        dense, experts, cache = jax.tree.map(lambda a: a[0], (dense, experts, cache))
+
+        def moe(layer: int, x: Any, topk_idx: Any, topk_weights: Any) -> Any:
+            routed = xm.dispatch(
+                x, topk_idx, topk_weights, num_experts=serve.EXPERTS, axis_name="ep", config=config, **options
+            )
+            hidden = jax.lax.ragged_dot(routed.x, experts["gate_up"][layer], routed.group_sizes)
+            gate, up = hidden[:, : serve.WIDTH], hidden[:, serve.WIDTH :]
+            y = jax.lax.ragged_dot(jax.nn.silu(gate) * up, experts["down"][layer], routed.group_sizes)
+            return xm.combine(y, routed.handle, config=config)
+
+        out, cache = serve.decode_step(dense, cache, tokens[0], positions[0], used[0], moe)
+        return out[None], cache[None]
+
+    dense, experts = map(spread, weights(serve, rank))
+    tokens = spread(inputs(serve))
+    for name, masked in (("job", ()), ("job, masked", (jnp.ones(ranks, bool), placement))):
+        specs = (P("ep"),) * 6 + (P(),) * len(masked)
+        run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P("ep")), donate_argnums=2)
+        everywhere = jax.tree.map(lambda a: jax.device_put(a, NamedSharding(mesh, P())), masked)
+
+        def one(cache: Any, run: Any = run, everywhere: Any = everywhere) -> Any:
+            out, cache = run(dense, experts, cache, *tokens, *everywhere)
+            np.asarray(out.addressable_shards[0].data)
+            xm.check()
+            return cache
+
+        found[name] = times_of(one, one(spread(serve.empty_cache())))
+    return found
+
+
+def rank_main(given: argparse.Namespace) -> None:
+    import jax
+
+    if given.gpus > 1:  # one GPU for JAX; kernels reach the memory of the others
+        jax.config.update("jax_cuda_visible_devices", "0")
+    run = in_a_group if given.what == "group" else in_a_job
+    found = run(given.size, given.rank, given.ranks, given.where, given.host)
+    if given.rank == 0:
+        kind = jax.devices()[0].device_kind
+        print("RESULT " + json.dumps({"device": kind, "us": found}), flush=True)
+
+
+def run(size: str, what: str, ranks: int, gpus: int, host: bool) -> dict[str, Any]:
+    """Starts the ranks; returns what rank 0 has found."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        where = f"{folder}/group" if what == "group" else str(s.getsockname()[1])
+        s.close()
+        processes = []
+        for rank in range(ranks):
+            env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+            env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+            if not host:
+                order = [(rank + i) % gpus for i in range(gpus if what == "group" else 1)]
+                env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, order))
+            command = [sys.executable, __file__, "--what", what, "--rank", str(rank), "--where", where, "--size", size]
+            command += ["--ranks", str(ranks), "--gpus", str(gpus if what == "group" else 1)] + ["--host"] * host
+            processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+        try:
+            texts = [process.communicate(timeout=240)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    if any(process.returncode for process in processes):
+        raise RuntimeError(f"{what}: ranks ended with {[process.returncode for process in processes]}")
+    return json.loads(
+        next(line for line in texts[0].splitlines() if line.startswith("RESULT ")).removeprefix("RESULT ")
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--host", action="store_true", help="exchange through the host in the group, plain JAX in both")
+    parser.add_argument("--size", choices=SIZES, help="this size alone")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--json", type=pathlib.Path)
+    for hidden in ("--what", "--where"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rank is not None:
+        return rank_main(given)
+    lines = []
+    for size in [given.size] if given.size else SIZES:
+        found: dict[str, list[float]] = {}
+        device = ""
+        for _ in range(given.rounds):
+            for what in ("group", "job"):
+                one = run(size, what, given.ranks, given.gpus, given.host)
+                device = one["device"]
+                for name, values in one["us"].items():
+                    found.setdefault(name, []).extend(values)
+        us = {name: round(statistics.median(values), 1) for name, values in found.items()}
+        least = {name: round(min(values), 1) for name, values in found.items()}
+        lines.append({"size": size, "device": device, "ranks": given.ranks, "us": us, "least_us": least})
+        print(json.dumps(lines[-1]), flush=True)
+    if given.json is not None:
+        given.json.write_text(json.dumps(lines, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
