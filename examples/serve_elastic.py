@@ -254,7 +254,7 @@ class Rank:
             lambda all_of, one, slot: jax.tree.map(lambda a, b: a.at[:, slot].set(b), all_of, one), donate_argnums=0
         )
         self.run = make_step(self.group.axis_name, kernels)
-        self.cache, self.rows, self.advanced = empty_cache(), [None] * ROWS, []
+        self.cache, self.rows, self.advanced, self.ending = empty_cache(), [None] * ROWS, [], False
         self.now_members()
         for slot_of_mine in range(SLOTS):  # warm up, alone
             self.put_expert(slot_of_mine, int(self.group.experts[slot_of_mine]))
@@ -315,6 +315,10 @@ class Rank:
             message = self.front.recv()
             if message is None:
                 return False
+            if message == "end":
+                self.ending = True
+                self.front.send(("ending",))
+                continue
             self.rows[self.rows.index(None)] = Row(*message)
         return True
 
@@ -345,6 +349,8 @@ class Rank:
             try:
                 xm.check()
             except xm.OperationFailed as error:
+                if self.ending:  # a rank has ended before this one
+                    break
                 print(f"rank {self.group.rank}: {error}", flush=True)
                 began = time.monotonic()
                 step = self.adopt(self.group.recover(step), step, began)
@@ -352,6 +358,7 @@ class Rank:
             self.commit(out)
             step += 1
         self.group.close()
+        xm.check()  # a group that is closed has no failure
         if self.engine is not None:
             self.engine.close()
 
@@ -373,6 +380,8 @@ class Front:
         self.where: dict[int, int] = {}
         self.waiting: collections.deque[int] = collections.deque()
         self.members: set[int] = set()
+        self.ending: set[int] = set()
+        self.ended: dict[int, int] | None = None
         self.log: list[tuple[float, str, object]] = []
         """Events: time, kind and content. Kinds are "tokens" (content: their number), "kill", "start", "ready",
         "change" and "lost"."""
@@ -442,6 +451,8 @@ class Front:
             self.note(kind, (slot, *rest))
             if kind == "change":
                 self.members.add(slot)
+            elif kind == "ending":
+                self.ending.add(slot)
 
     def _lost(self, slot: int) -> None:
         self.links.pop(slot).close()
@@ -468,20 +479,31 @@ class Front:
     def done(self) -> bool:
         return not self.waiting and not self.where
 
-    def close(self) -> None:
-        for link in self.links.values():
-            try:
-                link.send(None)
-            except OSError:
-                pass
-        limit = time.monotonic() + 5
+    def close(self) -> dict[int, int]:
+        """Tells the ranks to end, and first that they will, so that none of them waits for those that have ended.
+        Returns their exit statuses by slot. A rank that is still starting is killed."""
+        if self.ended is not None:
+            return self.ended
+        limit = time.monotonic() + TIMEOUT_S
+        self._tell("end")
+        while self.members - self.ending and time.monotonic() < limit:
+            self.pump(0.1)
+        members = sorted(self.members)
+        self._tell(None)
+        for slot in members:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.processes[slot].wait(max(0.01, limit - time.monotonic()))
         for process in self.processes.values():
-            try:
-                process.wait(max(0.01, limit - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()  # nothing happens to those that have ended
+            process.wait()
         self.listener.close()
+        self.ended = {slot: self.processes[slot].returncode for slot in members}
+        return self.ended
+
+    def _tell(self, message: object) -> None:
+        for slot in self.members:
+            with contextlib.suppress(OSError):
+                self.links[slot].send(message)
 
     def __enter__(self) -> Front:
         return self
@@ -510,6 +532,7 @@ def main(
       `tokens` and `expected`: for each request the list of its tokens, and of the tokens that it should have.
       `pause_s`: the longest time without a token in the five seconds after the kill. `let_in_s`: seconds from the
       newcomer's being ready to its first step. `stopped_s`: the longest time for which another rank stopped for it.
+      `ended`: the exit statuses of the ranks.
     """
     folder = pathlib.Path(tempfile.mkdtemp(prefix="xen_moe_serve_", dir="/dev/shm"))
     try:
@@ -518,6 +541,7 @@ def main(
         with engine, Front(folder, ranks, kernels, gpus) as front:
             _serve(front, seconds)
             result = _report(front)
+            result["ended"] = list(front.close().values())
         if plot:
             _plot(front, plot)
         return result
