@@ -25,13 +25,13 @@ def _in_a_process_of_its_own(body) -> None:
     assert child.exitcode == 0, "standard error has the child's traceback"
 
 
-def _rank_of(num_ranks: int, rank: int):
+def _rank_of(num_ranks: int, rank: int, alone: members.Alone | None = None):
     """The module and a workspace of ranks in one process each, of which this process is one."""
     memory = memory_module.load()
     keys = [process * memory.devices_per_process for process in range(num_ranks)]
     memory.configure(rank, num_ranks, keys)
     memory.set_provider(memory.fake_provider())  # an absent rank's memory is stood in for by this rank's own
-    memory.set_agreement(members.Alone())
+    memory.set_agreement(alone or members.Alone())
     workspace = memory.workspace(keys, num_ranks, 0)
     memory.serve(workspace, *SMALL, 1.0)
     return memory, workspace
@@ -55,6 +55,18 @@ def _start_again_with_other_members():
         assert (listed["generation"], listed["generations_held"]) == (view, 1)
 
 
+def _grow_as_a_member():
+    alone = members.Alone()
+    memory, workspace = _rank_of(2, 0, alone)
+    alone.member = True
+    for change in (lambda: memory.serve(workspace, *LARGE, 1.0), lambda: memory.reset(1.0)):
+        with pytest.raises(RuntimeError, match=r"of every shape, before join\(\).* call group.recover\(step\)"):
+            change()
+    assert memory.serves(workspace, *SMALL) and not memory.serves(workspace, *LARGE)
+    (listed,) = memory.workspaces()
+    assert listed["generations_held"] == 1
+
+
 def _change_members_beside_a_busy_gpu():
     memory, workspace = _rank_of(2, 0)
     memory.set_busy(True)
@@ -65,7 +77,9 @@ def _change_members_beside_a_busy_gpu():
 
 
 @pytest.mark.usefixtures("memory")  # skips where the module is not built
-@pytest.mark.parametrize("body", [_start_again_with_other_members, _change_members_beside_a_busy_gpu])
+@pytest.mark.parametrize(
+    "body", [_start_again_with_other_members, _grow_as_a_member, _change_members_beside_a_busy_gpu]
+)
 def test_members_change(body):
     _in_a_process_of_its_own(body)
 

@@ -32,6 +32,8 @@ LEFT = 16
 MOST_SLOTS = 256
 LOCK_PAUSE_S = 0.0002
 """Seconds between two attempts to take the lock."""
+LOOKS = 8
+"""A process that holds the lock in so many looks one after the other, over the group's time limit, is ended."""
 
 
 class Board:
@@ -68,25 +70,26 @@ class Board:
         Raises:
           TimeoutError: that process cannot be found or ended.
         """
-        limit = time.monotonic() + self._timeout_s
+        look, seen = time.monotonic(), 0
+        suspect: int | None = -1
         while True:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if (late_s := time.monotonic() - limit) > 0:
-                    self._end_holder(late_s)
+                if time.monotonic() >= look:
+                    look, holder = time.monotonic() + self._timeout_s / LOOKS, _holder(self._lock)
+                    suspect, seen = holder, seen + 1 if holder == suspect else 0
+                    if seen > LOOKS:  # else another process has got the lock between two looks
+                        self._end(holder)
                 time.sleep(LOCK_PAUSE_S)
         try:
             yield
         finally:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
 
-    def _end_holder(self, late_s: float) -> None:
+    def _end(self, holder: int | None) -> None:
         """Kills the process that holds the lock, which the operating system then drops."""
-        holder = _holder(self._lock)
-        if holder is None and late_s < self._timeout_s:  # perhaps it has just given the lock back
-            return
         if holder is None or not liveness.end(holder, self._timeout_s):
             raise TimeoutError(
                 f"elastic.Group: process {holder or 'unknown'} has held the lock of {self.folder} for more than "

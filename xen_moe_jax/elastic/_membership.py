@@ -60,6 +60,9 @@ class Memory(Protocol):
     """Memory of a rank that the members map anew in every view: `backends.cuda.members.Members`. Other processes may
     store into it while it is mapped."""
 
+    def programs(self) -> dict[str, Any]:
+        """Returns what must be the same on all members."""
+
     def arrive(self) -> Any:
         """Ends operations that wait, and returns what the other members need to map this rank's memory, as a value that
         JSON can hold."""

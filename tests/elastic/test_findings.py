@@ -1,0 +1,300 @@
+"""Moments that chance hardly ever hits: a process is killed or stopped between two stores, wakes late, or differs."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tests.elastic.test_members import FORK, until
+from tests.elastic.test_members import ranks as ranks  # a fixture
+from xen_moe_jax import elastic
+from xen_moe_jax.backends.cuda import liveness, members
+from xen_moe_jax.elastic import _board, _membership
+
+NAMES = iter(f"findings{i}" for i in range(1000))
+
+
+@pytest.fixture
+def open_group(tmp_path):
+    """Yields `open_group(slots, **options)`, which opens a further group of this process in one folder."""
+    with contextlib.ExitStack() as stack:
+        yield lambda slots=3, **options: stack.enter_context(
+            elastic.Group(tmp_path / "group", slots, axis_name=next(NAMES), **options)
+        )
+
+
+# -- the lock ----------------------------------------------------------------------------------------------------------
+
+
+def hold_the_lock(folder, ready):
+    with _board.Board(folder, 3, 60.0).locked():
+        ready.set()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_process_that_is_stopped_with_the_lock_is_ended(ranks, tmp_path):
+    start, words = ranks
+    started = [start(slot, 3, timeout_s=3.0) for slot in range(3)]
+    until(lambda: min(words[0], words[2], words[4]) > 3)
+    ready = FORK.Event()
+    holder = FORK.Process(target=hold_the_lock, args=(tmp_path / "group", ready))
+    holder.start()
+    assert ready.wait(30)
+    os.kill(started[1].pid, signal.SIGKILL)  # the others need the lock
+    before = words[0]
+    until(lambda: words[0] > before + 10 and words[4] > before + 10)
+    holder.join(10)
+    assert holder.exitcode == -signal.SIGKILL
+
+
+def test_a_holder_that_cannot_be_ended_is_named(tmp_path, monkeypatch):
+    board = _board.Board(tmp_path / "group", 3, 0.02)
+    ready, holder = FORK.Event(), None
+    try:
+        holder = FORK.Process(target=hold_the_lock, args=(tmp_path / "group", ready))
+        holder.start()
+        assert ready.wait(30)
+        monkeypatch.setattr(liveness, "end", lambda pid, seconds: False)
+        with pytest.raises(TimeoutError, match=f"process {holder.pid} has held the lock of .* for more than 0.02 s"):
+            with board.locked():
+                pass
+        monkeypatch.setattr(_board, "_holder", lambda descriptor: None)
+        with pytest.raises(TimeoutError, match="process unknown has held the lock"):
+            with board.locked():
+                pass
+    finally:
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.join()
+        board.close()
+
+
+def test_the_next_one_tells_what_a_killed_process_had_written(open_group):
+    group = open_group()
+    assert group.join().view == 1
+    board = group._board
+    board.write({**board.read(), "proposal": 2, "urgent": 2})  # and was killed before it stored the words
+    change = group.recover(7)
+    assert (change.view, change.step) == (2, 7)
+    assert board.words[_board.PROPOSAL] == board.words[_board.URGENT] == 2
+    assert group.boundary(7) is None
+
+
+# -- words that come late ----------------------------------------------------------------------------------------------
+
+
+def test_the_plan_of_an_older_view_counts_for_nothing(open_group):
+    group = open_group()
+    group.join()
+    words, stale = group._board.words, (1 << 24) - 1 << _board.STEP_BITS | 5
+    for old in (stale, 5, 0):  # of a later number, of view 0, and none
+        words[_board.CHANGE] = old
+        assert group.boundary(9) is None and words[_board.CHANGE] == old
+    for old in (stale, 5, 0):
+        words[_board.CHANGE], words[_board.WAITING] = old, 1
+        assert group.boundary(9) is None
+        assert words[_board.CHANGE] == group.view << _board.STEP_BITS | 10  # it plans, as without the old word
+        assert group.boundary(10).step == 10
+
+
+def test_a_member_that_begins_a_step_alone_gives_it_up(open_group, monkeypatch):
+    monkeypatch.setattr(_membership, "GRACE_S", 0.1)
+    both = [open_group(2, slot=slot, timeout_s=60.0) for slot in (0, 1)]
+    threads = [threading.Thread(target=group.join, kwargs={"start_with": 2}) for group in both]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [group.view for group in both] == [1, 1]
+    found = []
+
+    def begin():
+        both[0].exchange("gather", 1, np.zeros(1))  # a step that the other one does not begin
+        found.append((both[0].failure(), both[0].recover(4)))
+
+    alone = threading.Thread(target=begin)
+    alone.start()
+    time.sleep(0.05)
+    both[1]._membership.propose(urgent=False)
+    change = both[1]._settle(4)
+    alone.join(30)
+    ((failure, other),) = found
+    assert "the other members of view 1 have given up this step" in failure
+    assert change == other and (change.step, change.lost) == (4, ())
+    assert [group.active().tolist() for group in both] == [[True, True]] * 2
+
+
+def test_a_slot_that_is_taken_again_does_not_call_back_the_process_that_left(open_group):
+    first = open_group(slot=0)
+    first.join()
+    identity = first._membership._identity
+    first.close()
+    second = open_group(slot=0)
+    assert second._membership._away(0, identity), "this process lives, and has left"
+    assert not second._membership._away(0, second._membership._identity)
+
+
+# -- kernels, with memory that is none ---------------------------------------------------------------------------------
+
+
+class Memory:
+    """Takes the place of `backends.cuda.members.Members`."""
+
+    def __init__(self, sizes):
+        self.sizes, self.adopted, self.left, self.told = sizes, [], 0, []
+        self.text = ""
+
+    def programs(self):
+        return self.sizes
+
+    def arrive(self):
+        return []
+
+    def adopt(self, view, shown):
+        self.adopted.append((view, sorted(shown)))
+        self.text = ""
+
+    def leave(self):
+        self.left += 1
+        self.text = ""
+
+    def mark_dead(self, rank):
+        self.told.append(rank)
+        if len(self.told) == 1:
+            raise RuntimeError("the driver has no mood for it")
+
+    def interrupt(self):
+        self.told.append("all")
+
+    def failure(self):
+        return self.text
+
+
+def with_memory(group, sizes):
+    group._kernels = group._membership.memory = Memory(sizes)
+    return group
+
+
+def test_a_newcomer_with_other_programs_is_refused_alone(open_group):
+    member = with_memory(open_group(), {"3 ranks, channel 0": [64, 4096]})
+    member.join()
+    for sizes in ({"3 ranks, channel 0": [64, 8192]}, {}, {"3 ranks, channel 1": [64, 4096]}):
+        newcomer = with_memory(open_group(), sizes)
+        with pytest.raises(ValueError, match="compiled other programs than the group: symmetric memory .* here and"):
+            newcomer.join()
+        assert member.boundary(3) is None and not member._board.words[_board.WAITING]
+        newcomer.close()
+    assert member._kernels.adopted == [(1, [0])]
+
+
+@pytest.mark.parametrize(("mine", "refused"), [([2, 3], False), ([], False), ([2], False), ([2, 4], True)])
+def test_a_newcomer_with_other_exchanges_is_refused_alone(open_group, mine, refused):
+    member, newcomer = open_group(), open_group()
+    for group, keys in ((member, (2, 3)), (newcomer, mine)):
+        for key in keys:
+            group.exchange("gather", key, np.zeros(2))
+    member.join()
+    with contextlib.ExitStack() as stack:
+        if refused:
+            text = "1 exchanges that the group does not have, and 1 that it lacks"
+            stack.enter_context(pytest.raises(ValueError, match=text))
+        else:
+            stack.enter_context(pytest.raises(TimeoutError, match="was not let in"))
+        newcomer.join(timeout_s=0.01)
+    assert member.active().tolist() == [True, False, False]
+
+
+def test_the_thread_that_looks_after_members_outlives_an_error(open_group, monkeypatch):
+    group = with_memory(open_group(), {})
+    group.join()
+    group._membership.members = (0, 1)
+    monkeypatch.setattr(group._membership, "gone", lambda member: True)
+    watcher = threading.Thread(target=group._watch)
+    watcher.start()
+    until(lambda: len(group._kernels.told) > 1)
+    assert group._kernels.told == [1, 1], "told again, once that can be done"
+    assert "looking after the members failed: RuntimeError('the driver has no mood for it')" in group.failure()
+    group._watcher = watcher
+    group.close()
+    assert not watcher.is_alive()
+
+
+def test_a_group_that_is_closed_has_no_failure_of_its_kernels(open_group):
+    group = with_memory(open_group(), {})
+    group.join()
+    group._kernels.text = "xen_moe_jax: dispatch number 3 failed"
+    assert group.failure() == group._kernels.text
+    group.close()
+    assert group._kernels.left == 1 and group._kernels.failure() == "" == group.failure()
+
+
+def stopped_with_memory(folder, slot, words):
+    """Runs a rank whose memory others could store into."""
+    with elastic.Group(folder, 2, slot=slot, timeout_s=2.0) as group:
+        group._membership.memory = Memory({})
+        step = group.join(start_with=2, timeout_s=60).step
+        while True:
+            if (change := group.boundary(step)) is not None:
+                step = change.step
+            group.exchange("gather", 7, np.full(3, step))
+            if group.failure():
+                step = group.recover(step).step
+                continue
+            step += 1
+            words[slot] = step
+
+
+def test_a_stopped_process_whose_gpu_could_store_later_is_ended(tmp_path):
+    words = FORK.Array("q", 2, lock=False)
+    both = [FORK.Process(target=stopped_with_memory, args=(tmp_path / "group", slot, words)) for slot in (0, 1)]
+    try:
+        for process in both:
+            process.start()
+        until(lambda: min(words) > 3)
+        os.kill(both[1].pid, signal.SIGSTOP)
+        before = words[0]
+        until(lambda: words[0] > before + 10)
+        assert not both[1].is_alive() and both[1].exitcode == -signal.SIGKILL
+    finally:
+        for process in both:
+            process.kill()
+            process.join()
+
+
+# -- epochs ------------------------------------------------------------------------------------------------------------
+
+
+class Compiled:
+    def __init__(self, shown):
+        self.shown, self.adopted = shown, []
+
+    def ipc_quiet(self, seconds):
+        pass
+
+    def ipc_show(self):
+        return self.shown
+
+    def ipc_adopt(self, name, mailboxes, stagings, epoch, generation, seconds):
+        self.adopted.append((name, mailboxes, stagings, epoch, generation))
+
+
+@pytest.mark.parametrize(
+    ("epochs", "following"), [((3, 70_000), 70_064), ((2**31, 5), 2**31 + 64), ((1, 0xFFFF0001), 2)]
+)
+def test_a_view_begins_after_every_operation_of_its_members(epochs, following):
+    """A view may have had any number of operations: the next one begins behind the one that has had the most."""
+    memory = members.Members.__new__(members.Members)
+    memory._rank, memory._num_ranks, memory._alone, memory._view = 0, 3, members.Alone(), 1
+    memory._compiled = Compiled([("3 ranks, channel 0", b"mail", b"stage", 64, 4096, epochs[0])])
+    assert memory.programs() == {"3 ranks, channel 0": [64, 4096]}
+    mine = memory.arrive()
+    theirs = [[*mine[0][:5], epochs[1]]]
+    memory.adopt(9, {0: mine, 2: theirs})
+    ((name, mailboxes, stagings, epoch, generation),) = memory._compiled.adopted
+    assert (name, epoch, generation) == ("3 ranks, channel 0", following, 9)
+    assert mailboxes == [b"mail", b"", b"mail"] and stagings == [b"stage", b"", b"stage"]
+    with pytest.raises(RuntimeError, match=r"compile and run every program, of every shape, before join\(\)"):
+        memory._alone("a key", b"", 1.0)
