@@ -20,6 +20,7 @@ import multiprocessing.connection
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -491,8 +492,11 @@ class Front:
         members = sorted(self.members)
         self._tell(None)
         for slot in members:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
                 self.processes[slot].wait(max(0.01, limit - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self.processes[slot].send_signal(signal.SIGABRT)  # PYTHONFAULTHANDLER=1 lets it say where it is
+        time.sleep(0.5 * any(self.processes[slot].poll() is None for slot in members))
         for process in self.processes.values():
             process.kill()  # nothing happens to those that have ended
             process.wait()
