@@ -486,11 +486,14 @@ class Front:
         if self.ended is not None:
             return self.ended
         limit = time.monotonic() + TIMEOUT_S
-        self._tell("end")
+        told: set[int] = set()
         while self.members - self.ending and time.monotonic() < limit:
+            self._tell("end", self.members - told)  # also those that come in now
+            told |= self.members
             self.pump(0.1)
         members = sorted(self.members)
-        self._tell(None)
+        self._tell(None, self.members)
+        limit = time.monotonic() + TIMEOUT_S
         for slot in members:
             try:
                 self.processes[slot].wait(max(0.01, limit - time.monotonic()))
@@ -504,8 +507,8 @@ class Front:
         self.ended = {slot: self.processes[slot].returncode for slot in members}
         return self.ended
 
-    def _tell(self, message: object) -> None:
-        for slot in self.members:
+    def _tell(self, message: object, slots: set[int]) -> None:
+        for slot in slots:
             with contextlib.suppress(OSError):
                 self.links[slot].send(message)
 
@@ -547,7 +550,7 @@ def main(
             result = _report(front)
             result["ended"] = list(front.close().values())
         if plot:
-            _plot(front, plot)
+            draw(front, plot)
         return result
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -594,7 +597,8 @@ def _report(front: Front) -> dict:
     }
 
 
-def _plot(front: Front, path: str) -> None:
+def draw(front: Front, path: str | pathlib.Path) -> None:
+    """Writes a picture of tokens per second over time, with kills, starts and the moments at which ranks were ready."""
     from matplotlib.figure import Figure
 
     first = min(t for t, kind, _ in front.log if kind == "tokens")

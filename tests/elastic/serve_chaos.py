@@ -37,15 +37,19 @@ def run(
     kernels: bool = False,
     transfer: bool = False,
     gpus: int = 1,
+    later: int = 0,
+    plot: pathlib.Path | None = None,
 ) -> dict:
-    """Serves until `kills` ranks have been killed, or `seconds` have gone by.
+    """Serves until `kills` ranks have been killed, or `seconds` have gone by. The last `later` of the ranks were never
+    there when the group begins. `transfer`: ranks read experts from this process's memory, and ranks that start after
+    half of the kills from the checkpoint. `plot`: file for a picture (`serve_elastic.draw`).
 
     Returns:
       kills, joins, requests, tokens: their numbers. wrong: requests with another token than expected. fetched: experts
-      that ranks have loaded because no rank that was left held them. Lists of seconds: pause_s, from a kill to the next
-      token; ready_s, from a newcomer's start to its being ready; let_in_s, from there to its first step; stopped_s, for
-      which the other ranks stopped for it; agreed_s, from a failed step to the next one. ended: exit statuses of the ranks
-      that were told to end.
+      that ranks have loaded because no rank that was left held them. ended: exit statuses of the ranks that were told
+      to end. Lists of seconds: pause_s, from a kill to the next token; ready_s, from a rank's start to its being ready;
+      let_in_s, from a newcomer's being ready to its first step; stopped_s, for which the other ranks stopped for it;
+      agreed_s, from a failed step to the next one.
 
     Raises:
       RuntimeError: a rank ended by itself, or no token came for 60 s.
@@ -59,12 +63,14 @@ def run(
         serve.make_checkpoint(folder)
         engine = serve.publish_experts(folder) if transfer else contextlib.nullcontext()
         with engine, serve.Front(folder, ranks, kernels, gpus) as front:
-            for slot in range(ranks):
-                front.start(slot, start_with=ranks)
+            for slot in range(ranks - later):
+                front.start(slot, start_with=ranks - later)
             began = last = time.monotonic()
-            next_kill, dead, seen = 0.0, set(), 0
+            next_kill, dead, seen = 0.0, set(range(ranks - later, ranks)), 0
             while len(killed) < kills and time.monotonic() - began < seconds or not front.done():
                 now = time.monotonic()
+                if transfer and len(killed) * 2 >= kills:
+                    (folder / "weights").unlink(missing_ok=True)
                 if len(killed) < kills and now - began < seconds:
                     while len(front.waiting) < 2:
                         number = len(front.tokens)
@@ -92,11 +98,13 @@ def run(
                         killed.append(now)
                     next_kill = now + rng.random()
                 for slot in sorted(dead):
-                    if slot not in front.links:
+                    if slot not in front.links and front.members:
                         dead.discard(slot)
                         front.start(slot)
             result = _figures(serve, front, killed)
             result["ended"] = list(front.close().values())
+        if plot is not None:
+            serve.draw(front, plot)
         return result
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -107,7 +115,7 @@ def _figures(serve, front, killed: list[float]) -> dict:
     wrong = [number for number, tokens in front.tokens.items() if tokens != right[number]]
     log = front.log
     members, pauses, let_in, stopped, agreed = set(), [], [], [], []
-    fetched, ready, started, took = 0, {}, {}, []
+    fetched, ready, started, took, begun = 0, {}, {}, [], None
     for place, (when, kind, what) in enumerate(log):
         if kind == "kill" and what in members:
             members.discard(what)
@@ -123,10 +131,12 @@ def _figures(serve, front, killed: list[float]) -> dict:
             ready[what[0]] = when
             took.append(when - started[what[0]])
         elif kind == "change":
-            slot, _, joined, lost, loaded, seconds = what
+            slot, view, joined, lost, loaded, seconds = what
             fetched += loaded
+            begun = view if begun is None else begun
             if slot in ready:
-                let_in.append(when - ready.pop(slot))
+                waited = when - ready.pop(slot)
+                let_in += [waited] if view > begun else []  # the first ones wait for each other
             elif joined and not lost:
                 stopped.append(seconds)
             elif lost:
@@ -134,7 +144,7 @@ def _figures(serve, front, killed: list[float]) -> dict:
             members.add(slot)
     return {
         "kills": len(killed),
-        "joins": sum(kind == "start" for _, kind, _ in log) - front.ranks,
+        "joins": len(let_in),
         "requests": len(front.tokens),
         "tokens": sum(what for _, kind, what in log if kind == "tokens"),
         "wrong": wrong,
@@ -157,6 +167,8 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--transfer", action="store_true")
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--later", type=int, default=0)
+    parser.add_argument("--plot", type=pathlib.Path, metavar="FILE.png")
     given = parser.parse_args()
     os.environ["XLA_FLAGS"] = f"{quick_compiler.FLAGS} --xla_backend_optimization_level=0 --xla_gpu_autotune_level=0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -168,6 +180,8 @@ def main() -> None:
         kernels=given.kernels,
         transfer=given.transfer,
         gpus=given.gpus,
+        later=given.later,
+        plot=given.plot,
     )
     for name in ("pause_s", "ready_s", "let_in_s", "stopped_s", "agreed_s"):
         values = sorted(figures[name]) or [float("nan")]

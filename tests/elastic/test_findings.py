@@ -298,3 +298,28 @@ def test_a_view_begins_after_every_operation_of_its_members(epochs, following):
     assert mailboxes == [b"mail", b"", b"mail"] and stagings == [b"stage", b"", b"stage"]
     with pytest.raises(RuntimeError, match=r"compile and run every program, of every shape, before join\(\)"):
         memory._alone("a key", b"", 1.0)
+
+
+# -- what a group keeps ------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_kept_of_processes_that_have_gone(open_group, tmp_path):
+    group = open_group()
+    group.join()
+    step = 0
+    for _ in range(3):
+        newcomer = FORK.Process(target=come_and_go, args=(tmp_path / "group",))
+        newcomer.start()
+        while group.active().sum() == 1:
+            group.boundary(step := step + 1)
+        newcomer.join(30)
+        assert group.recover(step).lost == (1,)
+    membership = group._membership
+    assert not {*membership._held} and not membership._polls
+    assert {path.name for path in (tmp_path / "group" / "rows").iterdir()} == set()
+    assert len([*(tmp_path / "group").iterdir()]) < 12
+
+
+def come_and_go(folder):
+    with elastic.Group(folder, 3, slot=1) as group:
+        group.join(timeout_s=30)

@@ -1,5 +1,7 @@
 """The example's server under fire: no wrong token, no rank lost that was not killed, no hang."""
 
+import importlib.util
+
 import jax
 import pytest
 
@@ -16,13 +18,18 @@ def few_optimizations(monkeypatch):
 
 
 def check(figures, kills):
-    assert figures["kills"] >= kills and figures["joins"] >= kills - 2 and figures["tokens"] > 20 * kills
+    assert figures["kills"] >= kills and figures["joins"] >= kills // 2 and figures["tokens"] > 20 * kills
     assert figures["wrong"] == [] and not any(figures["ended"])
 
 
-def test_a_few_kills_with_experts_from_another_process(few_optimizations):
+def test_a_few_kills_and_a_rank_that_was_never_there(few_optimizations, tmp_path):
+    """Experts come from another process's memory, and then from the checkpoint."""
     transfer.require()
-    check(serve_chaos.run(4, 4, seed=5, transfer=True), 4)
+    plot = tmp_path / "tokens.png" if importlib.util.find_spec("matplotlib") else None
+    figures = serve_chaos.run(4, 4, seed=5, transfer=True, later=1, plot=plot)
+    check(figures, 4)
+    assert figures["fetched"] > 0
+    assert plot is None or plot.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ THOROUGH = (
     # 120 processes are killed; 12 stay in `make test`
     "elastic/test_members.py::test_many_kills",
     # the server's ranks are killed and compile anew; the example's one kill stays
-    "elastic/test_server.py::test_a_few_kills_with_experts_from_another_process",
+    "elastic/test_server.py::test_a_few_kills_and_a_rank_that_was_never_there",
     # the kernels on host threads: 14 to 43 s each; the other scenarios stay
     "native/emulator/test_kernels_emulated.py::test_scenario[graphs-2-2-64-15]",
     "native/emulator/test_kernels_emulated.py::test_a_fault_in_the_sets_of_many_ranks_is_seen",

@@ -264,6 +264,7 @@ class Membership:
         """
         words, view = self._board.words, self.number % (1 << 24) << STEP_BITS
         waiting, change = words[WAITING], words[CHANGE] - view
+        fence()
         if words[PROPOSAL] != self.number:  # read last: a process clears CHANGE after it has written PROPOSAL
             return True
         planned = 0 < change < 1 << STEP_BITS  # else no change, or one that a process of an older view has written
@@ -324,6 +325,7 @@ class Membership:
                 state = self._board.read()
                 if state["members"].get(str(self.slot)) == self._identity:
                     self._publish(state)
+                    self._look_no_more(but_at=state)
             number, members = state["proposal"], {int(s): i for s, i in state["members"].items()}
             if members.get(self.slot) != self._identity:
                 raise Evicted(
@@ -428,12 +430,16 @@ class Membership:
                 self._board.write(state)
         self._look_no_more()
 
-    def _look_no_more(self) -> None:
+    def _look_no_more(self, but_at: dict | None = None) -> None:
+        """Watches no process any more, but for those of a state."""
+        state = but_at or {"members": {}, "claims": {}}
+        identities = (*state["members"].values(), *(claim["identity"] for claim in state["claims"].values()))
+        known = {identity.rsplit(" ", 1)[0] for identity in identities}
         with self._looking:
-            for descriptor in self._polls:
-                os.close(descriptor)
-            self._polls.clear()
-            self._held.clear()
+            for process in self._held.keys() - known:
+                if (descriptor := self._held.pop(process)) is not None:
+                    del self._polls[descriptor]
+                    os.close(descriptor)
 
 
 def _claim_of(identity: str) -> int:
