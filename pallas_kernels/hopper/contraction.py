@@ -78,7 +78,7 @@ def rows_by_rows(
             plgpu.set_max_registers(ring.LOAD_REGISTERS, action="decrease")
 
             def tile(index: Any, carry: Any) -> Any:
-                _, m, n, first, _, steps = place(index)
+                _, m, n, first, (low, high), steps = place(index)
 
                 def load(k: Any, left: Any, right: Any, barrier: Any) -> None:
                     depth_at = pl.ds(pl.multiple_of(first + k * tiles.k, ROW_ALIGNMENT), tiles.k)
@@ -100,7 +100,8 @@ def rows_by_rows(
                 source, column = (rows, m) if by_rows else (others, n)
 
                 def copy(k: Any, numbers: Any, left: Any, right: Any) -> None:
-                    gather.copy(source, gather.places(numbers, source), column, left if by_rows else right)
+                    places = gather.places(numbers, source, low - k * tiles.k, high - k * tiles.k)
+                    gather.copy(source, places, column, left if by_rows else right)
 
                 by_index = gather.Gathered(copy, lambda k: gather.numbers(index_of[0], first + k * tiles.k, tiles.k))
                 return ring.load_steps(tiles, s, steps, carry, load, by_index if index_of else None)
@@ -120,23 +121,16 @@ def rows_by_rows(
                 left, right = parts(slot)
                 plgpu.wgmma(accumulators[0], left.transpose((1, 0)), right)
 
-            def silence(ref: Any, columns: int, low: Any, high: Any) -> None:
-                """Zeroes the rows of a stage outside `[low, high)`: the other warpgroup may do so too, alike."""
-                row = plgpu.broadcasted_iota(jnp.int32, (tiles.k, ring.STORE_TILE), 0, layout=plgpu.Layout.WGMMA)
-                keep = (row >= low) & (row < high)
-                for column in range(0, columns, ring.STORE_TILE):
-                    part = ref.at[:, pl.ds(column, ring.STORE_TILE)]
-                    value = plgpu.layout_cast(part[...], plgpu.Layout.WGMMA)
-                    part[...] = jnp.where(keep, value, jnp.zeros((), dtype))
-
             def tile(index: Any, carry: Any) -> Any:
                 group, m, n, _, (low, high), steps = place(index)
 
                 def at_edge(k: Any, slot: Any) -> None:
                     @pl.when((k * tiles.k < low) | ((k + 1) * tiles.k > high))
                     def _() -> None:
-                        for ref, columns in zip(parts(slot), (tiles.warpgroup_m, tiles.warpgroup_n), strict=True):
-                            silence(ref, columns, low - k * tiles.k, high - k * tiles.k)
+                        # the other warpgroup does the same
+                        for name, gathers in (("left", by_rows), ("right", by_others)):
+                            if not gathers:
+                                _silence(s[name].at[slot], low - k * tiles.k, high - k * tiles.k, tiles.swizzle)
                         plgpu.commit_smem()
 
                 (acc,), done = ring.multiply_steps(tiles, s, steps, carry, multiply, at_edge)
@@ -164,3 +158,41 @@ def rows_by_rows(
     return ring.kernel(body, tiles, num_sms, out_type, scratch, "xen_moe_grouped_contraction")(
         rows, others, starts, ends, *([] if index is None else [gather.padded(index)])
     )
+
+
+def _silence(stage: Any, low: Any, high: Any, swizzle: int) -> None:
+    """Zeroes the rows of `stage [K, N]` outside `[low, high)`. Only these are written, and none is read."""
+    itemsize = jnp.dtype(stage.dtype).itemsize
+    count, blocks = stage.shape[0], stage.shape[1] * itemsize // swizzle
+    tiling = plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(tiling), *[plgpu.Layout.WG_SPLAT(())] * 2))
+    def store(_: Any, stage: Any, low: Any, high: Any) -> None:
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith
+
+        i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
+        low, high = (scalar.registers.item() for scalar in (low, high))
+        used = arith.subi(high, low)
+        thread = utils.thread_idx()
+        thread = arith.remui(thread, utils.c(gather.THREADS, thread.type))
+        side_by_side = swizzle // gather.CHUNK
+        row, chunk = (of(thread, utils.c(side_by_side, i32)) for of in (arith.divui, arith.remui))
+        at_once = gather.THREADS // side_by_side
+        # a row of a block of 8 rows lies in `swizzle` bytes, in whatever order
+        eight, in_eight = arith.shrui(row, utils.c(3, i32)), arith.andi(row, utils.c(7, i32))
+        offset = arith.addi(
+            arith.muli(eight, utils.c(8 * swizzle * blocks, i32)),
+            arith.addi(arith.muli(in_eight, utils.c(swizzle, i32)), arith.muli(chunk, utils.c(gather.CHUNK, i32))),
+        )
+        base = utils.getelementptr(utils.memref_ptr(stage), [offset], i8)
+        for first in range(0, count, at_once):
+            # one comparison for both ends: rows below the first one wrap around
+            own = arith.subi(arith.addi(row, utils.c(first, i32)), low)
+            outside = arith.cmpi(arith.CmpIPredicate.uge, own, used)
+            for block in range(blocks):
+                at = utils.getelementptr(base, [(first // 8 * blocks + block) * 8 * swizzle], i8)
+                utils.inline_ptx("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", at, utils.c(0, i32), predicate=outside)
+
+    store(stage, jnp.int32(low), jnp.int32(high))

@@ -6,6 +6,7 @@ The ring runs on from one output tile to the next, so that the loads of a tile b
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -127,48 +128,39 @@ def multiply_steps(
 
     `multiply(accumulators, slot)` starts one wgmma for each of them. `at_edge(k, slot)`, if any, runs before the first
     and the last stage are multiplied. They are loops of their own, since ptxas runs every wgmma of a loop to its end if
-    it sees a branch between them.
+    it sees a branch between them. The wgmma of the stage before goes on meanwhile.
     """
 
     def slot_of(count: Any) -> Any:
         return lax.rem(count, jnp.int32(tiles.stages))
 
-    def wait(count: Any) -> Any:
-        slot = slot_of(count)
-        plgpu.barrier_wait(scratch["loaded"].at[slot])
-        if "gathered" in scratch:
-            gather.wait(scratch["gathered"], slot, lax.div(count, jnp.int32(tiles.stages)))
-        return slot
-
     def scope(*accumulators: Any) -> Any:
-        def edge(k: Any, count: Any) -> Any:
-            slot = wait(count)
-            at_edge(k, slot)
-            multiply(accumulators, slot)
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(scratch["released"].at[slot])
-            return count + 1
-
-        def step(k: Any, count: Any) -> Any:
-            slot = wait(count)
+        def step(k: Any, count: Any, edge: bool = False) -> Any:
+            slot = slot_of(count)
+            plgpu.barrier_wait(scratch["loaded"].at[slot])
+            if "gathered" in scratch:
+                gather.wait(scratch["gathered"], slot, lax.div(count, jnp.int32(tiles.stages)))
+            if edge:
+                at_edge(k, slot)
             multiply(accumulators, slot)
             plgpu.wgmma_wait(tiles.delay * beside)
             if tiles.delay:  # the wgmma before this one has read its stage
-                plgpu.barrier_arrive(scratch["released"].at[slot_of(count + tiles.stages - 1)], predicate=k > first)
+                plgpu.barrier_arrive(scratch["released"].at[slot_of(count + tiles.stages - 1)], predicate=k > 0)
             else:
                 plgpu.barrier_arrive(scratch["released"].at[slot])
             return count + 1
 
+        at_an_edge = functools.partial(step, edge=True)
         first, last = (0, steps) if at_edge is None else (1, steps - 1)
         count = done
         if at_edge is not None:
-            count = lax.fori_loop(0, jnp.minimum(steps, 1), edge, count)
+            count = lax.fori_loop(0, jnp.minimum(steps, 1), at_an_edge, count)
         count = lax.fori_loop(first, last, step, count)
+        if at_edge is not None:
+            count = lax.fori_loop(jnp.maximum(last, first), steps, at_an_edge, count)
         if tiles.delay:
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(scratch["released"].at[slot_of(count + tiles.stages - 1)], predicate=last > first)
-        if at_edge is not None:
-            count = lax.fori_loop(jnp.maximum(last, first), steps, edge, count)
+            plgpu.barrier_arrive(scratch["released"].at[slot_of(count + tiles.stages - 1)], predicate=steps > 0)
         return tuple(acc[...] for acc in accumulators), count
 
     accumulator = plgpu.ACC((tiles.warpgroup_m, tiles.warpgroup_n // beside))
