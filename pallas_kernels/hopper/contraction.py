@@ -130,7 +130,7 @@ def rows_by_rows(
                         # the other warpgroup does the same
                         for name, gathers in (("left", by_rows), ("right", by_others)):
                             if not gathers:
-                                _silence(s[name].at[slot], low - k * tiles.k, high - k * tiles.k, tiles.swizzle)
+                                silence(s[name].at[slot], low - k * tiles.k, high - k * tiles.k, tiles.swizzle)
                         plgpu.commit_smem()
 
                 (acc,), done = ring.multiply_steps(tiles, s, steps, carry, multiply, at_edge)
@@ -160,7 +160,7 @@ def rows_by_rows(
     )
 
 
-def _silence(stage: Any, low: Any, high: Any, swizzle: int) -> None:
+def silence(stage: Any, low: Any, high: Any, swizzle: int) -> None:
     """Zeroes the rows of `stage [K, N]` outside `[low, high)`. Only these are written, and none is read."""
     itemsize = jnp.dtype(stage.dtype).itemsize
     count, blocks = stage.shape[0], stage.shape[1] * itemsize // swizzle
