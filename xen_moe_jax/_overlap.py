@@ -30,12 +30,36 @@ def in_overlap() -> bool:
 
 
 @contextlib.contextmanager
-def _overlap_work() -> Iterator[None]:
-    token = _IN_OVERLAP.set(True)
+def _overlap_work(within: bool = True) -> Iterator[None]:
+    token = _IN_OVERLAP.set(within)
     try:
         yield
     finally:
         _IN_OVERLAP.reset(token)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """A residual without arrays: whether the forward pass was traced as work of an `overlap`."""
+
+    in_overlap: bool
+
+
+def define_derivative(function: Any, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+    """Calls `function.defvjp`. The backward pass is traced as work of an `overlap` if the forward pass was: JAX traces
+    it later, when the `overlap` has returned."""
+
+    def keep(*operands: Any) -> tuple[Any, Any]:
+        out, kept = forward(*operands)
+        return out, (kept, _Traced(in_overlap()))
+
+    def back(*given: Any) -> Any:
+        *static, (kept, traced), cotangent = given
+        with _overlap_work(traced.in_overlap):
+            return backward(*static, kept, cotangent)
+
+    function.defvjp(keep, back)
 
 
 @pytree(static=("static",))

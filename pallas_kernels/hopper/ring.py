@@ -64,10 +64,11 @@ def scratch(
 
 def kernel(body: Any, tiles: Tiles, num_sms: int | None, out_type: Any, scratch: dict[str, Any], name: str) -> Any:
     """Returns the function that launches `body`: a thread block on each of `num_sms` multiprocessors (None: all of the
-    GPU), with one loading and two multiplying warpgroups."""
+    GPU), with one loading and two multiplying warpgroups. Under `vmap`, kernels whose tiles are claimed run one after
+    the other: in one launch they would share a counter."""
     if num_sms is None:
         num_sms = jax.devices()[0].core_count
-    return plgpu.kernel(
+    launch = plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=scratch,
@@ -80,6 +81,7 @@ def kernel(body: Any, tiles: Tiles, num_sms: int | None, out_type: Any, scratch:
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name=name,
     )
+    return jax.custom_batching.sequential_vmap(launch) if tiles.claimed else launch
 
 
 def load_steps(

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 import xen_moe_jax as xm
 from tests.support import plain_hopper
 from tests.support.checks import assert_bits
-from xen_moe_jax.experts import gathered
+from xen_moe_jax import _overlap
+from xen_moe_jax.experts import gathered, hopper
 
 TOKENS, HIDDEN, WIDE, EXPERTS, TOP_K = 10, 128, 192, 5, 3
 CASES = {
@@ -84,6 +85,35 @@ def test_is_the_composition(name, mesh, monkeypatch):
     for ours, theirs in zip(jax.tree.leaves(by_ours), jax.tree.leaves(by_theirs), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6 * np.abs(theirs).max())
         assert np.asarray(theirs).any() != empty
+
+
+@pytest.mark.parametrize("way", ["gathered", "dispatched"])
+@pytest.mark.parametrize("within", [False, True])
+def test_backward_is_traced_as_work_of_an_overlap_where_forward_was(way, within, mesh):
+    """By that the kernels' tiles are claimed or not; JAX traces the backward pass when the overlap has returned."""
+    idx, (*arrays, _) = operands()
+    seen = []
+
+    def layer(x, weights, gate, up, down):
+        return xm.moe_mlp(x, idx, weights, gate, up, down, num_experts=EXPERTS, axis_name="ep")
+
+    def body(*arrays):
+        if not within:
+            return layer(*arrays)
+        with _overlap._overlap_work():
+            return layer(*arrays)
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    with plain_hopper.in_the_kernels_place(), pytest.MonkeyPatch.context() as monkeypatch:
+        plan = hopper.plan
+        monkeypatch.setattr(hopper, "plan", lambda *shape: seen.append(_overlap.in_overlap()) or plan(*shape))
+        if way == "dispatched":
+            monkeypatch.setattr(gathered, "takes", lambda *_: False)
+        out, pull = jax.vjp(mapped, *arrays)
+        forward = len(seen)
+        jax.make_jaxpr(pull)(out)
+    assert set(seen) == {within} and 0 < forward < len(seen)
+    assert not _overlap.in_overlap()
 
 
 def test_no_second_derivative(mesh):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -259,6 +260,23 @@ def test_claims_are_of_one_thread_whatever_is_lowered_beside(kernel, monkeypatch
     assert "atom.relaxed.gpu.global.inc" in alone
     monkeypatch.setattr(mosaic_utils, "_ONCE_PER", mosaic_utils.ThreadSubset.BLOCK)
     assert lowered() == alone
+
+
+@pytest.mark.parametrize("kernel", hopper_kernels.KERNELS)
+def test_kernels_that_claim_run_one_after_the_other_under_vmap(kernel):
+    """In one launch they would share a counter. Others are one launch with one more dimension of the grid."""
+
+    def outermost(claimed):
+        def run(operands):
+            batched = {name: a for name, a in operands.items() if name in ("rows", "wide")}
+            rest = {name: a for name, a in operands.items() if name not in batched}
+            return jax.vmap(lambda batched: kernel(Tiles(claimed=claimed), **batched, **rest))(batched)
+
+        given = hopper_kernels.operands()
+        given |= {name: jax.ShapeDtypeStruct((3, *given[name].shape), jnp.bfloat16) for name in ("rows", "wide")}
+        return re.search(r"(scan|mpmd_map)\[", str(jax.make_jaxpr(run)(given)))[1]
+
+    assert outermost(True) == "scan" and outermost(False) == "mpmd_map"
 
 
 def test_blocks_of_a_cluster_do_not_claim():

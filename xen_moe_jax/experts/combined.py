@@ -25,6 +25,7 @@ import jax
 from xen_moe_jax._api import combine, redispatch
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._mesh import vary_alike
+from xen_moe_jax._overlap import define_derivative
 from xen_moe_jax._quantize import parse_wire, quantize
 from xen_moe_jax._quantized_weight import QuantizedWeight
 from xen_moe_jax._types import Handle, Routed
@@ -188,7 +189,7 @@ def _backward(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
     return by_rows, by_row_weights, by_first, by_last, None, None
 
 
-_run.defvjp(_forward, _backward)
+define_derivative(_run, _forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -267,4 +268,4 @@ def _float8_backward(step: _Float8Step, kept: Any, cotangent: Any) -> tuple[Any,
     return by_row_weights[: step.count], None, by_x, None, tuple(by_first), by_last, None
 
 
-_run_float8.defvjp(_float8_forward, _float8_backward)
+define_derivative(_run_float8, _float8_forward, _float8_backward)

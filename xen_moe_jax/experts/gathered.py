@@ -25,6 +25,7 @@ from xen_moe_jax._api import combine
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._jax_internals import varying_axes
 from xen_moe_jax._mesh import vary, vary_alike
+from xen_moe_jax._overlap import define_derivative
 from xen_moe_jax._quantized_weight import QuantizedWeight
 from xen_moe_jax._types import Handle, Routed, experts_of_rows
 from xen_moe_jax.experts import grouped_matmul, hopper, mlp
@@ -203,4 +204,4 @@ def _by_bias(bias: jax.Array, sizes: jax.Array, index: jax.Array, cotangent: jax
     return jnp.where(used, products.reshape(-1)[at], 0)
 
 
-_run.defvjp(_forward, _backward)
+define_derivative(_run, _forward, _backward)

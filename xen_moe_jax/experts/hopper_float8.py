@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from xen_moe_jax._jax_internals import varying_axes
 from xen_moe_jax._mesh import vary
-from xen_moe_jax._overlap import in_overlap
+from xen_moe_jax._overlap import define_derivative, in_overlap
 from xen_moe_jax._quantized_weight import QuantizedWeight
 from xen_moe_jax._types import BlockScaled
 from xen_moe_jax.experts import hopper
@@ -165,7 +165,7 @@ def _backward(kept: Any, cotangent: Any) -> tuple[Any, ...]:
     return by_x, None, _by_weight(_columns(rows, facts, cotangent), right, blocks, of_weights), None
 
 
-_multiply.defvjp(_forward, _backward)
+define_derivative(_multiply, _forward, _backward)
 
 
 def run(
@@ -249,4 +249,4 @@ def _experts_backward(activation: Activation, kept: Any, cotangent: Any) -> tupl
     return by_x, None, tuple(by_first), by_last, None
 
 
-experts.defvjp(_experts_forward, _experts_backward)
+define_derivative(experts, _experts_forward, _experts_backward)
