@@ -233,7 +233,7 @@ def measured(
     its kernels where they are `profiled`."""
     import jax
 
-    from benchmarks.layers.one_rank import kernels
+    from benchmarks.lib.profile import kernels
 
     draw, parts = programs(name)
     shapes = jax.eval_shape(draw)

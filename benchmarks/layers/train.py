@@ -29,12 +29,13 @@ import numpy as np
 import optax
 from flax import nnx
 
-from benchmarks.lib import report, turns
+from benchmarks.lib import profile, report, turns
 from examples.demo import text
 from examples.demo.model import LanguageModel, ModelConfig, next_byte_losses
 from xen_moe_jax.experts import grouped_matmul
 from xen_moe_jax.flax import MoEConfig
 
+PROFILED = 3
 PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0, "NVIDIA A100-SXM4-80GB": 312.0}
 """Dense bfloat16, from the data sheets."""
 
@@ -60,6 +61,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--remat", default="none", help="as MoEConfig.remat")
     add("--apply-weights-to", default="rows", help="as MoEConfig.apply_weights_to")
     add("--grouped-matmul", default="auto", help="as MoEConfig.grouped_matmul")
+    add("--kernels", action="store_true", help="also profile three steps, and report every kernel")
     add("--lock", help="hold this file's lock while training: others may compile meanwhile")
     options = parser.parse_args(arguments)
     if min(options.layers, options.batch, options.steps, options.warm_up) < 1:
@@ -163,6 +165,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         with turns.alone(options.lock):
             go(options.warm_up)
             seconds = go(options.steps)
+            kernels = profile.kernels(lambda: go(1), PROFILED) if options.kernels else None
     analysis = step.memory_analysis()
     peak = PEAK_TFLOPS.get(jax.devices()[0].device_kind)
     flops = step_flops(config, tokens)
@@ -191,6 +194,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "last_loss": float(losses[-1]),
         "dropped_share": float(np.sum([int(d) for d in dropped]) / (rows * len(dropped))),
         "temporary_bytes": None if analysis is None else int(analysis.temp_size_in_bytes),
+        "kernels, us": kernels,
         "argument_bytes": None if analysis is None else int(analysis.argument_size_in_bytes),
     }
 
