@@ -12,7 +12,7 @@ const char* Word(const char* const (&words)[N], uint32_t i) {
 
 const char* const kOperations[] = {"dispatch", "redispatch", "combine", "all_to_all"};
 const char* const kDtypes[] = {"bfloat16", "float16", "float32", "float8_e4m3fn", "int8", "float8_e5m2"};
-const char* const kWires[] = {"", "float8_e4m3fn", "int8"};
+const char* const kWires[] = {"", "float8_e4m3fn", "int8", "mxfp4"};
 const char* const kLayouts[] = {"grouped", "ranked", "padded"};
 // By Step: the work that the root had not done when another rank gave up on it.
 const char* const kOwed[] = {"did not start it",

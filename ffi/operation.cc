@@ -50,7 +50,7 @@ constexpr Attribute<Call> kCallAttributes[] = {
 // DispatchParams or CombineParams.
 template <class Params>
 constexpr Attribute<Params> kWireAttributes[] = {
-    {"wire", &Params::wire, 0, 2},
+    {"wire", &Params::wire, 0, 3},
     {"ue8m0", &Params::ue8m0},
 };
 

@@ -29,7 +29,7 @@ namespace ffi = xla::ffi;
 constexpr ffi::DataType kDtypes[] = {ffi::DataType::BF16,     ffi::DataType::F16, ffi::DataType::F32,
                                      ffi::DataType::F8E4M3FN, ffi::DataType::S8,  ffi::DataType::F8E5M2};
 constexpr const char* kDtypeNames[] = {"bfloat16", "float16", "float32", "float8_e4m3fn", "int8", "float8_e5m2"};
-constexpr const char* kWireNames[] = {"", "float8_e4m3fn", "int8"};
+constexpr const char* kWireNames[] = {"", "float8_e4m3fn", "int8", "mxfp4"};
 constexpr const char* kLayoutNames[] = {"grouped", "ranked", "padded"};
 constexpr int kNumDtypes = static_cast<int>(std::size(kDtypes));
 constexpr int kMaxChannels = 16;

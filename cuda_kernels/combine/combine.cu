@@ -9,7 +9,7 @@ namespace xen_moe::XEN_MOE_VARIANT {
 namespace {
 
 // True if a faster kernel exists for rows of a multiple of kOctet elements within one node. Large groups have it only
-// for bf16 rows on a native or fp8 wire: each further kernel adds compile time.
+// for bf16 rows on a native, fp8 or MXFP4 wire: each further kernel adds compile time.
 template <class Y, WireType kWire>
 constexpr bool kHasFast = !kLargeGroups || (std::is_same_v<Y, __nv_bfloat16> && kWire != WireType::kInt8);
 
@@ -62,8 +62,10 @@ int LaunchCombineOf(const CombineParams& p, cudaStream_t stream) {
       return LaunchWire<Y, WireType::kNative>(p, stream);
     case WireType::kFp8:
       return LaunchWire<Y, WireType::kFp8>(p, stream);
-    default:
+    case WireType::kInt8:
       return LaunchWire<Y, WireType::kInt8>(p, stream);
+    default:
+      return LaunchWire<Y, WireType::kMxfp4>(p, stream);
   }
 }
 template <class Y>
@@ -73,7 +75,8 @@ int PreloadCombineOf() {
   }
   if (int e = PreloadWire<Y, WireType::kNative>()) return e;
   if (int e = PreloadWire<Y, WireType::kFp8>()) return e;
-  return PreloadWire<Y, WireType::kInt8>();
+  if (int e = PreloadWire<Y, WireType::kInt8>()) return e;
+  return PreloadWire<Y, WireType::kMxfp4>();
 }
 template int LaunchCombineOf<XEN_MOE_ELEMENT>(const CombineParams& p, cudaStream_t stream);
 template int PreloadCombineOf<XEN_MOE_ELEMENT>();

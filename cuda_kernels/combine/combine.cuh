@@ -164,7 +164,7 @@ __device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShare
         if constexpr (kWire == WireType::kNative) {
           StoreOctet(reinterpret_cast<Y*>(wire), e, end, vector, Narrow<Y>(acc[s]));
         } else {
-          StoreQuantized(wire, p.staging.scale_offset, e, end, Quantize<kWire>(acc[s], p.ue8m0));
+          StoreQuantized<kWire>(wire, p.staging.scale_offset, e, end, Quantize<kWire>(acc[s], p.ue8m0));
         }
       }
     }
@@ -243,9 +243,10 @@ __device__ __forceinline__ void LoadPartial(const CombineParams& p, const char* 
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) partial[s] = Widen(raw[s]);
   } else {
-    QuantizedOctet q[kSteps];
+    QuantizedOctet<kWire> q[kSteps];
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) q[s] = LoadQuantized(wire, p.staging.scale_offset, e + s * kWarpElements, end);
+    for (int s = 0; s < kSteps; ++s)
+      q[s] = LoadQuantized<kWire>(wire, p.staging.scale_offset, e + s * kWarpElements, end);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) partial[s] = Dequantize<kWire>(q[s]);
   }

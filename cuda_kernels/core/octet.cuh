@@ -1,4 +1,5 @@
-// Eight consecutive elements per lane, in float32. A warp step is 256 elements; a scale block of 128 is 16 lanes.
+// Eight consecutive elements per lane, in float32. A warp step is 256 elements; a scale block of 128 is 16 lanes, and
+// one of 32, of MXFP4, is 4 lanes.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,7 +8,9 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <type_traits>
 
+#include "cuda_kernels/core/mxfp4.cuh"
 #include "cuda_kernels/core/params.h"
 
 namespace xen_moe {
@@ -114,14 +117,34 @@ __device__ __forceinline__ void StoreOctet(T* row, int e, int end, bool vector, 
   }
 }
 
-// One-byte wire values of an octet, and the scale of the 128 elements that its 16 lanes hold.
+// How an octet lies on a quantized wire.
+template <WireType kWire>
+struct Format {
+  static constexpr int kBlock = kScaleBlock;  // elements that share a scale
+  static constexpr int kOctetBytes = kOctet;
+  using Bits = uint2;
+};
+template <>
+struct Format<WireType::kMxfp4> {
+  static constexpr int kBlock = mxfp4::kBlock;
+  static constexpr int kOctetBytes = kOctet / 2;
+  using Bits = uint32_t;
+};
+// Returns the place of element `e`, a multiple of 8, in a wire row.
+template <WireType kWire>
+__device__ __forceinline__ int WirePlace(int e) {
+  return e / kOctet * Format<kWire>::kOctetBytes;
+}
+
+// The wire values of an octet, and the scale of its block.
+template <WireType kWire>
 struct QuantizedOctet {
-  uint2 bits;
+  typename Format<kWire>::Bits bits;
   float scale;
 };
 
-// The scale of 128 elements, and the factor that the elements are multiplied by. If an element is not finite, the scale
-// is NaN, the values are zero and `inverse` is negative.
+// The scale of a block, and the factor that its elements are multiplied by. If an element is not finite, the scale is
+// NaN, or infinity on an MXFP4 wire, the values are zero and `inverse` is negative.
 struct BlockScale {
   float scale, inverse;
 };
@@ -143,66 +166,116 @@ __device__ __forceinline__ BlockScale ScaleOf(uint32_t bits, bool ue8m0) {
   }
   return finite ? BlockScale{scale, inverse} : BlockScale{__uint_as_float(0x7FC00000u), -1.0f};
 }
+template <>
+__device__ __forceinline__ BlockScale ScaleOf<WireType::kMxfp4>(uint32_t bits, bool) {
+  const uint32_t exponent = mxfp4::ExponentFor(bits);
+  return {mxfp4::ScaleOf(exponent), mxfp4::InverseOf(exponent)};
+}
 template <WireType kWire>
-__device__ __forceinline__ uint2 QuantizeBits(const Octet& o, float inverse) {
-  uint32_t words[2] = {0, 0};
+__device__ __forceinline__ typename Format<kWire>::Bits QuantizeBits(const Octet& o, float inverse) {
+  if constexpr (kWire == WireType::kMxfp4) {
+    return mxfp4::CodesOf(o.v, inverse);
+  } else {
+    uint32_t words[2] = {0, 0};
 #pragma unroll
-  for (int i = 0; i < kOctet; i += 2) {
-    const float x = __fmul_rn(o.v[i], inverse), y = __fmul_rn(o.v[i + 1], inverse);
-    uint32_t pair;
-    if constexpr (kWire == WireType::kInt8) {
-      pair = (max(-127, min(127, __float2int_rn(x))) & 0xFF) | (max(-127, min(127, __float2int_rn(y))) & 0xFF) << 8;
-    } else {
-      pair = __nv_cvt_float2_to_fp8x2(make_float2(x, y), __NV_SATFINITE, __NV_E4M3);
+    for (int i = 0; i < kOctet; i += 2) {
+      const float x = __fmul_rn(o.v[i], inverse), y = __fmul_rn(o.v[i + 1], inverse);
+      uint32_t pair;
+      if constexpr (kWire == WireType::kInt8) {
+        pair = (max(-127, min(127, __float2int_rn(x))) & 0xFF) | (max(-127, min(127, __float2int_rn(y))) & 0xFF) << 8;
+      } else {
+        pair = __nv_cvt_float2_to_fp8x2(make_float2(x, y), __NV_SATFINITE, __NV_E4M3);
+      }
+      words[i / 4] |= pair << (8 * (i & 3));
     }
-    words[i / 4] |= pair << (8 * (i & 3));
+    const uint32_t finite = inverse > 0.0f ? 0xFFFFFFFFu : 0u;
+    return make_uint2(words[0] & finite, words[1] & finite);
   }
-  const uint32_t finite = inverse > 0.0f ? 0xFFFFFFFFu : 0u;
-  return make_uint2(words[0] & finite, words[1] & finite);
+}
+template <WireType kWire, class T>
+__device__ __forceinline__ typename Format<kWire>::Bits QuantizeBits(const RawOctet<T>& raw, float inverse) {
+  if constexpr (kWire == WireType::kMxfp4 && std::is_same_v<T, __nv_bfloat16>) {
+    return mxfp4::CodesOf(reinterpret_cast<const uint32_t (&)[4]>(raw.bits), inverse);
+  } else {
+    return QuantizeBits<kWire>(Widen(raw), inverse);
+  }
 }
 // All 32 lanes call it.
 template <WireType kWire>
-__device__ __forceinline__ QuantizedOctet Quantize(const Octet& o, bool ue8m0) {
+__device__ __forceinline__ QuantizedOctet<kWire> Quantize(const Octet& o, bool ue8m0) {
   uint32_t bits = 0;
 #pragma unroll
   for (int i = 0; i < kOctet; ++i) bits = max(bits, __float_as_uint(o.v[i]) & 0x7FFFFFFFu);
 #pragma unroll
-  for (int m = 8; m > 0; m >>= 1) bits = max(bits, __shfl_xor_sync(0xFFFFFFFFu, bits, m));
+  for (int m = Format<kWire>::kBlock / kOctet / 2; m > 0; m >>= 1)
+    bits = max(bits, __shfl_xor_sync(0xFFFFFFFFu, bits, m));
   const BlockScale block = ScaleOf<kWire>(bits, ue8m0);
   return {QuantizeBits<kWire>(o, block.inverse), block.scale};
 }
 
 template <WireType kWire>
-__device__ __forceinline__ Octet Dequantize(const QuantizedOctet& q) {
+__device__ __forceinline__ Octet Dequantize(const QuantizedOctet<kWire>& q) {
   Octet o;
+  if constexpr (kWire == WireType::kMxfp4) {
+    mxfp4::ScaledFloats(q.bits, q.scale, o.v);
+    return o;
+  } else {
 #pragma unroll
-  for (int i = 0; i < kOctet; i += 2) {
-    const uint32_t pair = (i < 4 ? q.bits.x : q.bits.y) >> (8 * (i & 3)) & 0xFFFF;
-    float2 values;
-    if constexpr (kWire == WireType::kInt8) {
-      values.x = static_cast<float>(static_cast<int8_t>(pair));
-      values.y = static_cast<float>(static_cast<int8_t>(pair >> 8));
-    } else {
-      values = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3)));
+    for (int i = 0; i < kOctet; i += 2) {
+      const uint32_t pair = (i < 4 ? q.bits.x : q.bits.y) >> (8 * (i & 3)) & 0xFFFF;
+      float2 values;
+      if constexpr (kWire == WireType::kInt8) {
+        values.x = static_cast<float>(static_cast<int8_t>(pair));
+        values.y = static_cast<float>(static_cast<int8_t>(pair >> 8));
+      } else {
+        values =
+            __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3)));
+      }
+      o.v[i] = __fmul_rn(values.x, q.scale);
+      o.v[i + 1] = __fmul_rn(values.y, q.scale);
     }
-    o.v[i] = __fmul_rn(values.x, q.scale);
-    o.v[i + 1] = __fmul_rn(values.y, q.scale);
+    return o;
   }
-  return o;
+}
+// The octet rounded to T.
+template <class T, WireType kWire>
+__device__ __forceinline__ RawOctet<T> DequantizeTo(const QuantizedOctet<kWire>& q) {
+  if constexpr (kWire == WireType::kMxfp4 && std::is_same_v<T, __nv_bfloat16>) {
+    RawOctet<T> raw;
+    mxfp4::ScaledPairs(q.bits, q.scale, reinterpret_cast<uint32_t (&)[4]>(raw.bits));
+    return raw;
+  } else {
+    return Narrow<T>(Dequantize<kWire>(q));
+  }
 }
 
-// A wire row has at least ceil(H/8) * 8 value bytes: the last octet may hold zeros past H.
+// A wire row has room for ceil(H/8) octets: the last octet may hold zeros past H.
+template <WireType kWire>
 __device__ __forceinline__ void StoreQuantized(char* wire_row, uint64_t scale_offset, int e, int end,
-                                               const QuantizedOctet& q) {
+                                               const QuantizedOctet<kWire>& q) {
+  using F = Format<kWire>;
   if (e >= end) return;
-  *reinterpret_cast<uint2*>(wire_row + e) = q.bits;
-  if ((e & (kScaleBlock - 1)) == 0) *reinterpret_cast<float*>(wire_row + scale_offset + e / kScaleBlock * 4) = q.scale;
+  *reinterpret_cast<typename F::Bits*>(wire_row + WirePlace<kWire>(e)) = q.bits;
+  if ((e & (F::kBlock - 1)) != 0) return;
+  char* const scales = wire_row + scale_offset;
+  if constexpr (kWire == WireType::kMxfp4) {
+    reinterpret_cast<uint8_t*>(scales)[e / F::kBlock] = static_cast<uint8_t>(__float_as_uint(q.scale) >> 23);
+  } else {
+    reinterpret_cast<float*>(scales)[e / F::kBlock] = q.scale;
+  }
 }
-__device__ __forceinline__ QuantizedOctet LoadQuantized(const char* wire_row, uint64_t scale_offset, int e, int end) {
-  QuantizedOctet q{make_uint2(0, 0), 0.0f};
-  if (e < end) {
-    q.bits = __ldcs(reinterpret_cast<const uint2*>(wire_row + e));
-    q.scale = __ldcs(reinterpret_cast<const float*>(wire_row + scale_offset + e / kScaleBlock * 4));
+template <WireType kWire>
+__device__ __forceinline__ QuantizedOctet<kWire> LoadQuantized(const char* wire_row, uint64_t scale_offset, int e,
+                                                               int end) {
+  using F = Format<kWire>;
+  QuantizedOctet<kWire> q{};
+  if (e >= end) return q;
+  q.bits = __ldcs(reinterpret_cast<const typename F::Bits*>(wire_row + WirePlace<kWire>(e)));
+  const char* const scales = wire_row + scale_offset;
+  if constexpr (kWire == WireType::kMxfp4) {
+    q.scale = mxfp4::ScaleOf(__ldcs(reinterpret_cast<const uint8_t*>(scales) + e / F::kBlock));
+  } else {
+    q.scale = __ldcs(reinterpret_cast<const float*>(scales) + e / F::kBlock);
   }
   return q;
 }

@@ -12,7 +12,7 @@ namespace xen_moe {
 enum class Layout : int { kGrouped = 0, kRanked = 1, kPadded = 2 };
 // kByte: 1-byte values that are copied unchanged
 enum class Element : int { kBf16 = 0, kF16 = 1, kF32 = 2, kByte = 3 };
-enum class WireType : int { kNative = 0, kFp8 = 1, kInt8 = 2 };
+enum class WireType : int { kNative = 0, kFp8 = 1, kInt8 = 2, kMxfp4 = 3 };
 
 inline int ElementBytes(Element e) { return e == Element::kF32 ? 4 : e == Element::kByte ? 1 : 2; }
 

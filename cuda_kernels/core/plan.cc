@@ -90,8 +90,8 @@ Staging PlanStaging(const Routing& r, const Schedule& s, Element element, WireTy
   m.metadata_flags = 0;
   m.row_flags = AlignUp(static_cast<uint64_t>(r.ranks) * kMaxBlocks * 4, 128);
   m.flag_bytes = FlagAndLineBytes(m.row_flags + pairs * s.parts * 4, 0);
-  const uint64_t value_bytes = wire == WireType::kNative ? ElementBytes(element) : 1;
-  m.scale_offset = AlignUp(r.hidden * value_bytes, 16);
+  const uint64_t value_bits = wire == WireType::kNative ? 8 * ElementBytes(element) : wire == WireType::kMxfp4 ? 4 : 8;
+  m.scale_offset = AlignUp((r.hidden * value_bits + 7) / 8, 16);
   m.row_bytes = m.scale_offset + (scaled || wire != WireType::kNative ? AlignUp(ScaleBytes(r.hidden), 16) : 0);
   m.topk_idx = 0;
   m.topk_weights = AlignUp(pairs * r.top_k * 4, 128);

@@ -1,10 +1,9 @@
 // A few steps of a quantized row, as a warp holds them between the rounding and the wire.
 //
 // A step is 256 elements; a lane has the octet with its number in every step, from the first load to the last store. On
-// the wire two steps are interleaved: the 16 bytes of lane l are octet l of the first step and octet l of the second,
-// so that both ends move 16 bytes a lane. The remainder of a part after its last two whole steps lies in element order.
-// A step has two scales (of lanes 0 to 15 and of lanes 16 to 31); one lane, `16 * half + step`, computes, sends and
-// loads each of them. Rows are multiples of 8 elements here; all lanes of a warp call every function together.
+// the wire two steps are interleaved: what lane l stores at once is octet l of the first step and octet l of the
+// second, so that both ends move 16 bytes a lane (8 of MXFP4). The remainder of a part after its last two whole steps
+// lies in element order. Rows are multiples of 8 elements here; all lanes of a warp call every function together.
 #pragma once
 
 #include "cuda_kernels/core/octet.cuh"
@@ -40,42 +39,148 @@ __device__ __forceinline__ uint32_t FloatBits(uint32_t magnitudes, __half) {
   return __float_as_uint(__half2float(__half(larger)));
 }
 
-template <WireType kWire, int kSteps>
-struct WireChunk {
-  static_assert(kSteps % 2 == 0 && kSteps <= 16, "pairs of steps, and a lane for each scale");
-  static constexpr int kElements = kSteps * kWarpElements;
-  static constexpr int kOwners = kSteps > 8 ? 16 : kSteps > 4 ? 8 : kSteps > 2 ? 4 : 2;
+// Returns the maximum of `most[step]` over the lanes of a group of kLanes, for the step `lane % kLanes`; every lane
+// gives `most` of its own octets. Every round halves the steps that a lane handles: fewer shuffles than log2(kLanes) a
+// step.
+template <int kBytes, int kLanes>
+__device__ __forceinline__ uint32_t LargestOfOwn(const uint32_t* most) {
+  uint32_t kept[kLanes];
+#pragma unroll
+  for (int i = 0; i < kLanes; ++i) kept[i] = most[i];
+#pragma unroll
+  for (int apart = kLanes / 2; apart > 0; apart /= 2) {
+    const bool upper = threadIdx.x & apart;
+#pragma unroll
+    for (int i = 0; i < apart; ++i) {
+      const uint32_t given = upper ? kept[i] : kept[i + apart], own = upper ? kept[i + apart] : kept[i];
+      kept[i] = Larger<kBytes>(own, __shfl_xor_sync(0xFFFFFFFFu, given, apart));
+    }
+  }
+  return kept[0];
+}
 
-  uint2 bits[kSteps];
+// The scales of a chunk. A step has two (of lanes 0 to 15 and of lanes 16 to 31); one lane, `16 * half + step`,
+// computes, sends and loads each of them.
+template <WireType kWire, int kSteps>
+struct ChunkScales {
+  static constexpr int kOwners = kSteps > 8 ? 16 : kSteps > 4 ? 8 : kSteps > 2 ? 4 : 2;
   BlockScale block;  // of step `lane % kOwners` and this lane's half
 
-  __device__ __forceinline__ static int Element(int base, int step) {
-    return base + step * kWarpElements + static_cast<int>(threadIdx.x & 31) * kOctet;
-  }
   __device__ __forceinline__ float Scale(int step) const { return __shfl_sync(0xFFFFFFFFu, block.scale, Owner(step)); }
-  // The rounded octet of a step.
-  __device__ __forceinline__ Octet Rounded(int step, float scale) const {
-    return Dequantize<kWire>({bits[step], scale});
+  __device__ __forceinline__ float Inverse(int step) const {
+    return __shfl_sync(0xFFFFFFFFu, block.inverse, Owner(step));
   }
-
-  // `octet(step)` as raw bits of T, for every step.
-  template <class T, class OctetOf>
-  __device__ __forceinline__ void Quantize(OctetOf octet, bool ue8m0) {
+  // `magnitude(step)`: the largest of this lane's octet, as Magnitude<T> returns it.
+  template <class T, class MagnitudeOf>
+  __device__ __forceinline__ void Find(MagnitudeOf magnitude, bool ue8m0) {
     uint32_t most[kOwners];
 #pragma unroll
-    for (int i = 0; i < kOwners; ++i) most[i] = i < kSteps ? Magnitude(octet(i < kSteps ? i : 0)) : 0u;
+    for (int i = 0; i < kOwners; ++i) most[i] = i < kSteps ? magnitude(i) : 0u;
 #pragma unroll
     for (int i = 0; i < kOwners; ++i) {
       if constexpr (kOwners < 16) most[i] = Larger<sizeof(T)>(most[i], __shfl_xor_sync(0xFFFFFFFFu, most[i], 8));
       if constexpr (kOwners < 8) most[i] = Larger<sizeof(T)>(most[i], __shfl_xor_sync(0xFFFFFFFFu, most[i], 4));
       if constexpr (kOwners < 4) most[i] = Larger<sizeof(T)>(most[i], __shfl_xor_sync(0xFFFFFFFFu, most[i], 2));
     }
-    block = ScaleOf<kWire>(FloatBits(LargestOfOwn<sizeof(T), kOwners / 2>(most), T()), ue8m0);
+    block = ScaleOf<kWire>(FloatBits(LargestOfOwn<sizeof(T), kOwners>(most), T()), ue8m0);
+  }
+  // `scales`: of the row; `base`: the chunk's first element; `end`: of the part.
+  __device__ __forceinline__ void Store(char* scales, int base, int end) const {
+    const int own = Own(base, end);
+    if (own >= 0) reinterpret_cast<float*>(scales)[own] = block.scale;
+  }
+  __device__ __forceinline__ void Load(const char* scales, int base, int end) {
+    const int own = Own(base, end);
+    block.scale = own >= 0 ? __ldcs(reinterpret_cast<const float*>(scales) + own) : 0.0f;
+  }
+
+ private:
+  __device__ __forceinline__ static int Owner(int step) { return static_cast<int>(threadIdx.x & 16) | step; }
+  // Returns the number of the row's scale that this lane sends or loads; -1: none.
+  __device__ __forceinline__ static int Own(int base, int end) {
+    const int lane = threadIdx.x & 31, step = lane & 15;
+    const int scale = base / kScaleBlock + 2 * step + lane / 16;
+    return step < kSteps && scale * kScaleBlock < end ? scale : -1;
+  }
+};
+
+// Of MXFP4 a step has eight exponents, each of four lanes. Lane l has the four of the chunk's l-th 128 elements in one
+// word, which it sends and loads: as many bytes, in the same place, as a float for 128 elements.
+template <int kSteps>
+struct ChunkScales<WireType::kMxfp4, kSteps> {
+  uint32_t word;
+
+  __device__ __forceinline__ float Scale(int step) const { return mxfp4::ScaleOf(Exponent(step)); }
+  __device__ __forceinline__ float Inverse(int step) const { return mxfp4::InverseOf(Exponent(step)); }
+  template <class T, class MagnitudeOf>
+  __device__ __forceinline__ void Find(MagnitudeOf magnitude, bool) {
+    // A lane finds the exponents of its four lanes in the steps `lane % 4` of every four, a byte each; then lane l
+    // collects those of step l / 2 from every fourth lane of a half.
+    uint32_t own = 0;
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const float inverse = __shfl_sync(0xFFFFFFFFu, block.inverse, Owner(i));
-      bits[i] = QuantizeBits<kWire>(Widen(octet(i)), inverse);
+    for (int first = 0; first < kSteps; first += 4) {
+      uint32_t most[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) most[i] = first + i < kSteps ? magnitude(first + i) : 0u;
+      const uint32_t bits = FloatBits(LargestOfOwn<sizeof(T), 4>(most), T());
+      own |= mxfp4::ExponentFor(bits) << (2 * first);
     }
+    const int lane = threadIdx.x & 31, step = lane / 2, from = (lane & 1) * 16 + step % 4;
+    uint32_t of[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) of[i] = __shfl_sync(0xFFFFFFFFu, own, from + 4 * i);
+    const uint32_t both = static_cast<uint32_t>(step / 4) * 0x11 + 0x40;  // that byte of each of two words
+    word = __byte_perm(__byte_perm(of[0], of[1], both), __byte_perm(of[2], of[3], both), 0x5410);
+  }
+  __device__ __forceinline__ void Store(char* scales, int base, int end) const {
+    if (Has(base, end)) reinterpret_cast<uint32_t*>(scales)[Word(base)] = word;
+  }
+  __device__ __forceinline__ void Load(const char* scales, int base, int end) {
+    word = Has(base, end) ? __ldcs(reinterpret_cast<const uint32_t*>(scales) + Word(base)) : 0u;
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t Exponent(int step) const {
+    const int lane = threadIdx.x & 31;
+    const uint32_t four = __shfl_sync(0xFFFFFFFFu, word, 2 * step + lane / 16);
+    return four >> (lane / 4 % 4 * 8) & 0xFF;
+  }
+  __device__ __forceinline__ static int Word(int base) { return base / kScaleBlock + (threadIdx.x & 31); }
+  __device__ __forceinline__ static bool Has(int base, int end) {
+    return (threadIdx.x & 31) < 2 * kSteps && Word(base) * kScaleBlock < end;
+  }
+};
+
+template <WireType kWire, int kSteps>
+struct WireChunk {
+  static_assert(kSteps % 2 == 0 && kSteps <= 16, "pairs of steps, and a lane for each scale");
+  static constexpr int kElements = kSteps * kWarpElements;
+  using Bits = typename Format<kWire>::Bits;
+  using Two = std::conditional_t<sizeof(Bits) == 8, uint4, uint2>;
+
+  Bits bits[kSteps];
+  ChunkScales<kWire, kSteps> scales;
+
+  __device__ __forceinline__ static int Element(int base, int step) {
+    return base + step * kWarpElements + static_cast<int>(threadIdx.x & 31) * kOctet;
+  }
+  __device__ __forceinline__ float Scale(int step) const { return scales.Scale(step); }
+  // The octet of a step, rounded to the wire.
+  __device__ __forceinline__ Octet Rounded(int step, float scale) const {
+    return Dequantize<kWire>({bits[step], scale});
+  }
+  // Rounded to T after that.
+  template <class T>
+  __device__ __forceinline__ RawOctet<T> RoundedTo(int step, float scale) const {
+    return DequantizeTo<T, kWire>({bits[step], scale});
+  }
+
+  // `octet(step)` as raw bits of T, for every step.
+  template <class T, class OctetOf>
+  __device__ __forceinline__ void Quantize(OctetOf octet, bool ue8m0) {
+    scales.template Find<T>([&](int i) { return Magnitude(octet(i)); }, ue8m0);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) bits[i] = QuantizeBits<kWire, T>(octet(i), scales.Inverse(i));
   }
 
   // To and from the wire row of which `base` is the chunk's first element; `end`: of the part.
@@ -83,62 +188,45 @@ struct WireChunk {
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int j = 0; j < kSteps / 2; ++j) {
-      const uint2 a = bits[2 * j], b = bits[2 * j + 1];
       if (Interleaved(base, end, j)) {
-        *reinterpret_cast<uint4*>(wire + base + j * 2 * kWarpElements + lane * 16) = make_uint4(a.x, a.y, b.x, b.y);
-      } else {
-        if (Element(base, 2 * j) < end) *reinterpret_cast<uint2*>(wire + Element(base, 2 * j)) = a;
-        if (Element(base, 2 * j + 1) < end) *reinterpret_cast<uint2*>(wire + Element(base, 2 * j + 1)) = b;
-      }
-    }
-    const int own = OwnScale(base, end);
-    if (own >= 0) reinterpret_cast<float*>(wire + scale_offset)[own] = block.scale;
-  }
-  __device__ __forceinline__ void Load(const char* wire, uint64_t scale_offset, int base, int end) {
-    const int lane = threadIdx.x & 31, own = OwnScale(base, end);
-    block.scale = own >= 0 ? __ldcs(reinterpret_cast<const float*>(wire + scale_offset) + own) : 0.0f;
-#pragma unroll
-    for (int j = 0; j < kSteps / 2; ++j) {
-      if (Interleaved(base, end, j)) {
-        const uint4 v = __ldcs(reinterpret_cast<const uint4*>(wire + base + j * 2 * kWarpElements + lane * 16));
-        bits[2 * j] = make_uint2(v.x, v.y), bits[2 * j + 1] = make_uint2(v.z, v.w);
+        Two two;
+        reinterpret_cast<Bits*>(&two)[0] = bits[2 * j], reinterpret_cast<Bits*>(&two)[1] = bits[2 * j + 1];
+        reinterpret_cast<Two*>(wire + PairPlace(base, j))[lane] = two;
       } else {
 #pragma unroll
         for (int i = 2 * j; i < 2 * j + 2; ++i) {
           const int e = Element(base, i);
-          bits[i] = e < end ? __ldcs(reinterpret_cast<const uint2*>(wire + e)) : make_uint2(0, 0);
+          if (e < end) *reinterpret_cast<Bits*>(wire + WirePlace<kWire>(e)) = bits[i];
+        }
+      }
+    }
+    scales.Store(wire + scale_offset, base, end);
+  }
+  __device__ __forceinline__ void Load(const char* wire, uint64_t scale_offset, int base, int end) {
+    const int lane = threadIdx.x & 31;
+    scales.Load(wire + scale_offset, base, end);
+#pragma unroll
+    for (int j = 0; j < kSteps / 2; ++j) {
+      if (Interleaved(base, end, j)) {
+        const Two two = __ldcs(reinterpret_cast<const Two*>(wire + PairPlace(base, j)) + lane);
+        bits[2 * j] = reinterpret_cast<const Bits*>(&two)[0], bits[2 * j + 1] = reinterpret_cast<const Bits*>(&two)[1];
+      } else {
+#pragma unroll
+        for (int i = 2 * j; i < 2 * j + 2; ++i) {
+          const int e = Element(base, i);
+          bits[i] = e < end ? __ldcs(reinterpret_cast<const Bits*>(wire + WirePlace<kWire>(e))) : Bits{};
         }
       }
     }
   }
 
  private:
-  __device__ __forceinline__ static int Owner(int step) { return static_cast<int>(threadIdx.x & 16) | step; }
   // Returns true if steps 2 * pair and 2 * pair + 1 lie interleaved.
   __device__ __forceinline__ static bool Interleaved(int base, int end, int pair) {
     return base + (2 * pair + 2) * kWarpElements <= end;
   }
-  // Returns the number of the row's scale that this lane sends or loads; -1: none.
-  __device__ __forceinline__ static int OwnScale(int base, int end) {
-    const int lane = threadIdx.x & 31, step = lane & 15;
-    const int scale = base / kScaleBlock + 2 * step + lane / 16;
-    return step < kSteps && scale * kScaleBlock < end ? scale : -1;
-  }
-  // Returns the maximum of `most[step]` over the 16 lanes of this half, for the step that this lane owns; every lane
-  // gives `most` of its own octets. Every round halves the steps that a lane handles: fewer shuffles than four a step.
-  template <int kBytes, int kApart>
-  __device__ __forceinline__ static uint32_t LargestOfOwn(uint32_t (&most)[kOwners]) {
-    const bool upper = threadIdx.x & kApart;
-#pragma unroll
-    for (int i = 0; i < kApart; ++i) {
-      const uint32_t given = upper ? most[i] : most[i + kApart], kept = upper ? most[i + kApart] : most[i];
-      most[i] = Larger<kBytes>(kept, __shfl_xor_sync(0xFFFFFFFFu, given, kApart));
-    }
-    if constexpr (kApart > 1) {
-      return LargestOfOwn<kBytes, kApart / 2>(most);
-    } else {
-      return most[0];
-    }
+  __device__ __forceinline__ static int PairPlace(int base, int pair) {
+    return WirePlace<kWire>(base + 2 * pair * kWarpElements);
   }
 };
 

@@ -1,4 +1,4 @@
-// Dispatch of float rows that travel as fp8 or int8 and arrive in their own dtype.
+// Dispatch of float rows that travel as fp8, int8 or MXFP4 and arrive in their own dtype.
 #include "cuda_kernels/dispatch/dispatch.cuh"
 #include "cuda_kernels/dispatch/quantize_codec.cuh"
 
@@ -28,11 +28,19 @@ int PreloadWire() {
 }  // namespace
 
 int LaunchQuantizedDispatch(const DispatchParams& p, cudaStream_t stream) {
-  return p.wire == WireType::kFp8 ? LaunchWire<WireType::kFp8>(p, stream) : LaunchWire<WireType::kInt8>(p, stream);
+  switch (p.wire) {
+    case WireType::kFp8:
+      return LaunchWire<WireType::kFp8>(p, stream);
+    case WireType::kInt8:
+      return LaunchWire<WireType::kInt8>(p, stream);
+    default:
+      return LaunchWire<WireType::kMxfp4>(p, stream);
+  }
 }
 int PreloadQuantizedDispatch() {
   if (int e = PreloadWire<WireType::kFp8>()) return e;
-  return PreloadWire<WireType::kInt8>();
+  if (int e = PreloadWire<WireType::kInt8>()) return e;
+  return PreloadWire<WireType::kMxfp4>();
 }
 
 }  // namespace xen_moe::XEN_MOE_VARIANT

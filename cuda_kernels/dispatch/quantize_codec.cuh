@@ -1,5 +1,6 @@
-// Rows that travel as fp8 or int8 and arrive in their own dtype: a codec as row_codec.cuh describes it. A warp handles
-// a part of a row in chunks (wire_chunk.cuh); if the hidden size is not a multiple of 8, it handles it octet by octet.
+// Rows that travel as fp8, int8 or MXFP4 and arrive in their own dtype: a codec as row_codec.cuh describes it. A warp
+// handles a part of a row in chunks (wire_chunk.cuh); if the hidden size is not a multiple of 8, it handles it octet by
+// octet.
 #pragma once
 
 #include "cuda_kernels/core/row_codec.cuh"
@@ -40,7 +41,7 @@ struct QuantizeCodec {
       if (base + 2 * j * kWarpElements >= end) break;
       RawOctet<X> raw[2];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) raw[i] = Narrow<X>(chunk.Rounded(2 * j + i, scales[2 * j + i]));
+      for (int i = 0; i < 2; ++i) raw[i] = chunk.template RoundedTo<X>(2 * j + i, scales[2 * j + i]);
       const bool has_first = Chunk::Element(base, 2 * j) < end, has_second = Chunk::Element(base, 2 * j + 1) < end;
       for (int r = 0; r < rows.count; ++r) {
         char* const row = first + static_cast<uint64_t>(row_bytes) * static_cast<uint32_t>(rows.list[r]);
@@ -58,8 +59,8 @@ struct QuantizeCodec {
   __device__ __noinline__ static void PushOctets(const DispatchParams& p, const X* row, Range part, Targets targets) {
     for (int base = part.begin; base < part.end; base += kWarpElements) {
       const int e = Chunk::Element(base, 0);
-      const QuantizedOctet q = Quantize<kWire>(Widen(LoadOctet(row, e, part.end, false)), p.ue8m0);
-      targets.ForEach([&](char* wire) { StoreQuantized(wire, p.staging.scale_offset, e, part.end, q); });
+      const QuantizedOctet<kWire> q = Quantize<kWire>(Widen(LoadOctet(row, e, part.end, false)), p.ue8m0);
+      targets.ForEach([&](char* wire) { StoreQuantized<kWire>(wire, p.staging.scale_offset, e, part.end, q); });
     }
   }
   // `wire` or, if that is null, `own`.
@@ -67,9 +68,9 @@ struct QuantizeCodec {
                                                   Rows rows) {
     for (int base = part.begin; base < part.end; base += kWarpElements) {
       const int e = Chunk::Element(base, 0);
-      const QuantizedOctet q = wire ? LoadQuantized(wire, p.staging.scale_offset, e, part.end)
-                                    : Quantize<kWire>(Widen(LoadOctet(own, e, part.end, false)), p.ue8m0);
-      const RawOctet<X> raw = Narrow<X>(Dequantize<kWire>(q));
+      const QuantizedOctet<kWire> q = wire ? LoadQuantized<kWire>(wire, p.staging.scale_offset, e, part.end)
+                                           : Quantize<kWire>(Widen(LoadOctet(own, e, part.end, false)), p.ue8m0);
+      const RawOctet<X> raw = DequantizeTo<X, kWire>(q);
       for (int i = 0; i < rows.count; ++i) {
         X* row = static_cast<X*>(p.rows) + static_cast<int64_t>(rows.list[i]) * p.routing.hidden;
         StoreOctet(row, e, part.end, false, raw);

@@ -12,15 +12,18 @@ int LaunchOf(const CombineParams& p, const RailParams& rails, const Link& link, 
       return LaunchNodeCombine<Y, WireType::kNative>(p, rails, link, stream);
     case WireType::kFp8:
       return LaunchNodeCombine<Y, WireType::kFp8>(p, rails, link, stream);
-    default:
+    case WireType::kInt8:
       return LaunchNodeCombine<Y, WireType::kInt8>(p, rails, link, stream);
+    default:
+      return LaunchNodeCombine<Y, WireType::kMxfp4>(p, rails, link, stream);
   }
 }
 template <class Y>
 int PreloadOf() {
   if (int e = PreloadNodeCombine<Y, WireType::kNative, Link>()) return e;
   if (int e = PreloadNodeCombine<Y, WireType::kFp8, Link>()) return e;
-  return PreloadNodeCombine<Y, WireType::kInt8, Link>();
+  if (int e = PreloadNodeCombine<Y, WireType::kInt8, Link>()) return e;
+  return PreloadNodeCombine<Y, WireType::kMxfp4, Link>();
 }
 
 }  // namespace

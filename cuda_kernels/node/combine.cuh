@@ -130,7 +130,7 @@ __device__ __forceinline__ void StoreWire(const CombineParams& p, char* wire, in
     if constexpr (kWire == WireType::kNative) {
       StoreOctet(reinterpret_cast<Y*>(wire), e, end, vector, Narrow<Y>(values[s]));
     } else {
-      StoreQuantized(wire, p.staging.scale_offset, e, end, Quantize<kWire>(values[s], p.ue8m0));
+      StoreQuantized<kWire>(wire, p.staging.scale_offset, e, end, Quantize<kWire>(values[s], p.ue8m0));
     }
   }
 }

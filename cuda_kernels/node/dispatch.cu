@@ -34,6 +34,7 @@ int LaunchDispatch(const DispatchParams& p, const RailParams& rails, const Site&
   const Link link = LinkOf(site, p.routing.rank);
   if (p.wire == WireType::kFp8) return LaunchWire<WireType::kFp8>(p, rails, link, stream);
   if (p.wire == WireType::kInt8) return LaunchWire<WireType::kInt8>(p, rails, link, stream);
+  if (p.wire == WireType::kMxfp4) return LaunchWire<WireType::kMxfp4>(p, rails, link, stream);
   const int64_t row_bytes = static_cast<int64_t>(p.routing.hidden) * ElementBytes(p.element);
   if (row_bytes % 16 == 0) return LaunchNodeDispatch<CopyCodec<int4>>(p, rails, link, stream);
   return LaunchNodeDispatch<CopyCodec<unsigned char>>(p, rails, link, stream);
@@ -42,7 +43,8 @@ int PreloadDispatch() {
   if (int e = PreloadNodeDispatch<CopyCodec<int4>, Link>()) return e;
   if (int e = PreloadNodeDispatch<CopyCodec<unsigned char>, Link>()) return e;
   if (int e = PreloadWire<WireType::kFp8>()) return e;
-  return PreloadWire<WireType::kInt8>();
+  if (int e = PreloadWire<WireType::kInt8>()) return e;
+  return PreloadWire<WireType::kMxfp4>();
 }
 
 }  // namespace xen_moe::XEN_MOE_VARIANT::XEN_MOE_LINK

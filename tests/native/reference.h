@@ -485,7 +485,7 @@ inline Problem RandomProblem(std::mt19937& rng, int ranks, int most_blocks) {
   p.segment_tokens = pick({1, 7, 40});
   p.solo = rng() % 2;
   p.low_latency = rng() % 2;
-  if (p.element != Element::kByte) p.wire = static_cast<xen_moe::WireType>(pick({0, 0, 1, 2}));
+  if (p.element != Element::kByte) p.wire = static_cast<xen_moe::WireType>(pick({0, 0, 1, 2, 3}));
   p.ue8m0 = rng() % 2;
   p.bulk = rng() % 2;
   if (p.operation == Operation::kCombine && p.layout != Layout::kRanked && p.hidden % 8 == 0 &&
