@@ -21,7 +21,6 @@ import numpy as np
 from xen_moe_jax import _exact, _home_sums, _validate
 from xen_moe_jax._placement import Placement
 from xen_moe_jax._quantize import parse_wire
-from xen_moe_jax._spec import scale_blocks
 
 OPERATIONS = ("dispatch", "combine", "balance")
 MOST_BY_HOME = 16
@@ -244,7 +243,7 @@ def _check_routing(topk_idx: np.ndarray, tokens: int, top_k: int, ranks: int) ->
 
 def _row_bytes(hidden: int, dtype: Any, wire: Any, caller: str) -> int:
     parsed = _validate.wire(wire, caller) or (parse_wire(dtype) if jnp.dtype(dtype).itemsize == 1 else None)
-    return hidden * jnp.dtype(dtype).itemsize if parsed is None else hidden + 4 * scale_blocks(hidden)
+    return hidden * jnp.dtype(dtype).itemsize if parsed is None else parsed.row_bytes(hidden)
 
 
 def _expected_rows(

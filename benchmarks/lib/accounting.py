@@ -1,6 +1,6 @@
 """Bytes that cross the link, counted from a routing: the same bytes for every program that is timed.
 
-A row that leaves its rank costs the bytes of its elements on the wire plus 4 bytes per scale. Deduplicated counts a
+A row that leaves its rank costs the bytes of its elements and scales on the wire. Deduplicated counts a
 token once per destination rank; duplicated counts it once per slot. A rank's own rows never count.
 """
 
@@ -11,13 +11,13 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from xen_moe_jax._quantize import Wire
-from xen_moe_jax.tuning.workload import BLOCK_SCALED_DTYPES, Workload, ranks_reached
+from xen_moe_jax._quantize import WIRES, Wire
+from xen_moe_jax.tuning.workload import Workload, ranks_reached
 
 
 def wire_row_bytes(hidden: int, wire: str) -> int:
     """Bytes of one row on the wire, scales included."""
-    return Wire(wire).row_bytes(hidden) if wire in BLOCK_SCALED_DTYPES else hidden * jnp.dtype(wire).itemsize
+    return Wire(wire).row_bytes(hidden) if wire in WIRES else hidden * jnp.dtype(wire).itemsize
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,8 +48,8 @@ def tokens(add: Add) -> None:
 def rows(add: Add) -> None:
     """The rows that travel."""
     add("--dtype", default="bfloat16", help="bfloat16, float16, float32, or float8_e4m3fn / int8 (BlockScaled tokens)")
-    add("--wire", help="quantized wire of dispatch: float8_e4m3fn or int8")
-    add("--combine-wire", help="quantized wire of combine: float8_e4m3fn or int8")
+    add("--wire", help="quantized wire of dispatch: float8_e4m3fn, int8 or mxfp4")
+    add("--combine-wire", help="quantized wire of combine: float8_e4m3fn, int8 or mxfp4")
     add("--routing", default="uniform", help="uniform, zipf or one-hot")
     add("--layout", help="grouped, ranked or padded (default grouped; low-latency padded)")
     add("--capacity-factor", type=factor, help="rows over the mean; default: the least that drops nothing")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import xen_moe_jax as xm
 from xen_moe_jax.tuning.peer import Peer
 from xen_moe_jax.tuning.programs import Program, never
-from xen_moe_jax.tuning.workload import Workload
+from xen_moe_jax.tuning.workload import BLOCK_SCALED_DTYPES, Workload
 
 
 def peer_dispatch(work: Workload, peer: Peer, name: str, relative_cost: int = 1) -> Program:
@@ -20,7 +20,7 @@ def peer_dispatch(work: Workload, peer: Peer, name: str, relative_cost: int = 1)
         return xm.quantize(x, dtype=work.dtype) if comes_scaled else x
 
     def step(tokens, carry, topk_idx, topk_weights):
-        if work.wire is not None and peer.quantized:
+        if work.wire in BLOCK_SCALED_DTYPES and peer.quantized:
             rows = xm.dequantize(peer.dispatch(xm.quantize(tokens, dtype=work.wire), topk_idx)[0], tokens.dtype)
         else:
             rows = peer.dispatch(tokens, topk_idx)[0]

@@ -136,6 +136,7 @@ def test_wire_bytes_include_scales():
     assert accounting.wire_row_bytes(7168, "bfloat16") == 14336
     assert accounting.wire_row_bytes(7168, "float8_e4m3fn") == 7168 + 4 * 56
     assert accounting.wire_row_bytes(200, "int8") == 200 + 8
+    assert accounting.wire_row_bytes(7168, "mxfp4") == 3584 + 224
     assert accounting.gigabytes_per_second(330e3, 1.0) == 330.0
 
 

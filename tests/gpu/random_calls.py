@@ -137,6 +137,7 @@ def _gathers(config, x, idx, weights):
 STEPS = (
     Step("grouped", 2, _round("grouped")),
     Step("grouped-fp8", 2, _round("grouped", wire="float8_e4m3fn")),
+    Step("grouped-mxfp4", 2, _round("grouped", wire="mxfp4")),
     Step("grouped-align-capacity", 2, _round("grouped", alignment=8, capacity=96)),
     Step("grouped-drop-source", 3, _round("grouped", capacity=96, drop="source")),
     Step("grouped-drop-weight-fp8", 3, _round("grouped", capacity=96, drop="weight", wire="float8_e4m3fn")),

@@ -22,6 +22,7 @@ from tests.support.cases import CASES
 NAMES = (
     *("grouped", "ranked", "padded"),
     *("grouped-fp8", "grouped-scaled-fp8", "grouped-int8-f32", "padded-odd-hidden-fp8"),
+    *("grouped-mxfp4", "padded-odd-hidden-mxfp4-f32"),
     "grouped-align8-capacity-one-below",
 )
 

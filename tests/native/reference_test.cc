@@ -153,7 +153,7 @@ static void Rings() {
   for (const int ranks : {2, 16, 17, 18, 32, 72, 128, 256}) {
     for (const int tokens : {1, 4, 100, 255, 256, 257, 1000, 4096, 8192, 65536, 262143}) {
       for (const int hidden : {8, 2048, 5120, 7168}) {
-        for (const WireType wire : {WireType::kFp8, WireType::kNative}) {
+        for (const WireType wire : {WireType::kMxfp4, WireType::kFp8, WireType::kNative}) {
           if (static_cast<int64_t>(ranks) * tokens * 8 > 0x7FFFFFFF) continue;
           const Staging m = plan(ranks, tokens, hidden, wire, &c);
           const uint64_t pairs = static_cast<uint64_t>(ranks) * tokens, all = pairs * m.row_bytes;
@@ -194,6 +194,8 @@ static void Rings() {
       }
     }
   }
+  EXPECT(plan(2, 4, 7168, WireType::kFp8, &c).row_bytes == 7392 &&
+         plan(2, 4, 7168, WireType::kMxfp4, &c).row_bytes == 3808);
   // The table of docs/design/nodes.md, in bytes of a rank.
   auto bytes = [&](int ranks, WireType wire) {
     plan(ranks, 4096, 7168, wire, &c);

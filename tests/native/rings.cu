@@ -34,16 +34,17 @@ std::vector<Problem> RingProblems(const Options& o, std::mt19937& rng) {
     }
   }
   if (!all) return out;
-  {  // quantized rows of odd sizes, in parts, many of them dropped; positions by every block for itself
+  // quantized rows of odd sizes, in parts, many of them dropped; positions by every block for itself
+  for (const WireType wire : {WireType::kFp8, WireType::kMxfp4}) {
     Problem& p = add(Operation::kDispatch, Layout::kGrouped);
-    p.element = Element::kBf16, p.wire = WireType::kFp8, p.hidden = 130, p.alignment = 4, p.capacity = o.ranks;
+    p.element = Element::kBf16, p.wire = wire, p.hidden = 130, p.alignment = 4, p.capacity = o.ranks;
     p.solo = true, p.parts = 2, p.blocks = 3, p.push_blocks = 2;
   }
   {  // bytes with scales; metadata in slices; more pushing blocks than there may be room for
     Problem& p = add(Operation::kDispatch, Layout::kRanked);
     p.element = Element::kByte, p.scaled = true, p.hidden = 256, p.slices = 2, p.blocks = 3, p.push_blocks = 3;
   }
-  for (const WireType wire : {WireType::kNative, WireType::kFp8}) {
+  for (const WireType wire : {WireType::kNative, WireType::kFp8, WireType::kMxfp4}) {
     Problem& p = add(Operation::kCombine, Layout::kGrouped);
     p.element = Element::kBf16, p.wire = wire, p.hidden = 256, p.blocks = 3, p.push_blocks = 2;
   }

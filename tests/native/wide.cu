@@ -28,16 +28,16 @@ std::vector<Problem> SmallProblems(const Options& o) {
       if (operation != Operation::kRedispatch) add(operation, layout, true);
     }
   }
-  {  // rows that travel quantized, with two axes, of odd sizes, dropped, in parts; bytes with scales
+  for (const WireType wire : {WireType::kFp8, WireType::kMxfp4}) {  // of odd sizes, dropped, in parts
     Problem& p = add(Operation::kDispatch, Layout::kGrouped, false);
-    p.element = Element::kBf16, p.wire = WireType::kFp8, p.hidden = 130, p.alignment = 4, p.capacity = R;
+    p.element = Element::kBf16, p.wire = wire, p.hidden = 130, p.alignment = 4, p.capacity = R;
     p.solo = true, p.parts = 2;
   }
   {
     Problem& p = add(Operation::kDispatch, Layout::kRanked, false);
     p.element = Element::kByte, p.scaled = true, p.hidden = 256, p.slices = 2, p.blocks = 3;
   }
-  for (const WireType wire : {WireType::kNative, WireType::kFp8}) {
+  for (const WireType wire : {WireType::kNative, WireType::kFp8, WireType::kMxfp4}) {
     Problem& p = add(Operation::kCombine, Layout::kGrouped, false);
     p.element = Element::kBf16, p.wire = wire, p.hidden = 256;
   }

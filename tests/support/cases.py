@@ -176,6 +176,10 @@ CASES = (
     Case("grouped-int8-ue8m0", wire="int8:ue8m0"),
     Case("ranked-fp8-f16", layout="ranked", wire="float8_e4m3fn", dtype="float16"),
     Case("padded-fp8-ue8m0", layout="padded", wire="float8_e4m3fn:ue8m0"),
+    Case("grouped-mxfp4", wire="mxfp4", routings=("uniform", "duplicates")),
+    Case("ranked-mxfp4-f16", layout="ranked", wire="mxfp4", dtype="float16"),
+    Case("padded-odd-hidden-mxfp4-f32", layout="padded", wire="mxfp4", odd_hidden=True, dtype="float32"),
+    Case("grouped-two-axes-mxfp4", axes=2, wire="mxfp4", routings=("zipf",)),
     # Already quantized input
     Case("grouped-scaled-fp8", block_scaled="float8_e4m3fn"),
     Case("ranked-scaled-fp8-ue8m0", layout="ranked", block_scaled="float8_e4m3fn:ue8m0"),

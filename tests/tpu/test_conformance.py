@@ -17,6 +17,7 @@ from tests.support import conformance
 from tests.tpu import chips
 
 NO_FLOAT16 = "float16: the TPU kernels take float32 and bfloat16 (a TypeError says so)"
+NO_MXFP4 = "wire='mxfp4': the TPU kernels have none (a ValueError says so)"
 ACROSS_SLICES = "an operation on one axis does not leave its slice (a ValueError says so)"
 
 
@@ -32,6 +33,7 @@ class Chips(conformance.Conformance):
     exact_weighted = False
     num_tokens = 12
     excluded = dict.fromkeys(("grouped-f16", "ranked-f16", "ranked-fp8-f16"), NO_FLOAT16)
+    excluded_wires = {"mxfp4": NO_MXFP4}
 
     @functools.cached_property
     def config(self) -> xm.KernelConfig:  # type: ignore[override]

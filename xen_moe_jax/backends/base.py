@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from xen_moe_jax._config import KernelConfig
-from xen_moe_jax._quantize import QMAX, Wire
+from xen_moe_jax._quantize import WIRES, Wire
 from xen_moe_jax._shapes import ShapeDtype
 from xen_moe_jax._spec import Spec
 
@@ -141,7 +141,7 @@ class Backend:
     takes_active: bool = False
     in_32_bits: bool = False
     takes_nodes: bool = False
-    wires: tuple[str, ...] = tuple(QMAX)
+    wires: tuple[str, ...] = tuple(WIRES)
 
     supports_async: Callable[[Spec, KernelConfig], bool] = lambda spec, config: False
     dispatch_start: Operation | None = None

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import xen_moe_jax as xm
 from xen_moe_jax.tuning.problem import AXIS
 from xen_moe_jax.tuning.programs import RoundTrip
-from xen_moe_jax.tuning.workload import Capacities, Workload
+from xen_moe_jax.tuning.workload import BLOCK_SCALED_DTYPES, Capacities, Workload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +32,10 @@ class Peer:
 
 
 def peer_wire(work: Workload, peer: Peer) -> str | None:
-    """The quantized wire of a peer's dispatch, None where rows travel in the compute dtype."""
+    """The quantized wire of a peer's dispatch, None where rows travel in the compute dtype, as for MXFP4, which is no
+    `BlockScaled`."""
     wire = work.dtype if work.block_scaled else work.wire
-    return wire if peer.quantized else None
+    return wire if peer.quantized and wire in BLOCK_SCALED_DTYPES else None
 
 
 def peer_round_trip(work: Workload, peer: Peer) -> RoundTrip:

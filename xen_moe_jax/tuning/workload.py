@@ -8,6 +8,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
+from xen_moe_jax._quantize import WIRES
 from xen_moe_jax._spec import LAYOUTS
 
 ROUTINGS = ("uniform", "zipf", "one-hot")
@@ -65,8 +66,8 @@ class Workload:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {allowed}")
         for name in ("wire", "combine_wire"):
-            if getattr(self, name) not in (None, *BLOCK_SCALED_DTYPES):
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be None or one of {BLOCK_SCALED_DTYPES}")
+            if getattr(self, name) not in (None, *WIRES):
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be None or one of {tuple(WIRES)}")
         if self.block_scaled and self.wire is not None:
             raise ValueError(
                 f"wire={self.wire!r}: must be None with dtype={self.dtype!r}, whose rows travel as they are"

@@ -23,6 +23,7 @@ from xen_moe_jax.backends.pallas import hardware, headers
 from xen_moe_jax.pallas_kernels import exchange
 
 NO_FLOAT16 = "float16: the TPU kernels take float32 and bfloat16 (a TypeError says so)"
+NO_MXFP4 = "wire='mxfp4': the TPU kernels have none (a ValueError says so)"
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +50,7 @@ class Pallas(conformance.Conformance):
     hidden = 384  # three blocks of 128: the last word of a record is only partly used
     odd_hidden = 200
     excluded = dict.fromkeys(("grouped-f16", "ranked-f16", "ranked-fp8-f16"), NO_FLOAT16)
+    excluded_wires = {"mxfp4": NO_MXFP4}
 
 
 class TestOnWait(Pallas):

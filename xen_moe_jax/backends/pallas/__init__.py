@@ -1,11 +1,13 @@
 """The TPU backend: Pallas kernels that move rows by remote DMA over ICI, synchronously and as start and done."""
 
+from xen_moe_jax._quantize import QMAX
 from xen_moe_jax.backends.base import Backend
 from xen_moe_jax.backends.pallas import collectives, combine, dispatch, start_done, weights
 
 BACKEND = Backend(
     name="pallas",
     in_32_bits=True,
+    wires=tuple(QMAX),
     dispatch=dispatch.dispatch,
     combine=combine.combine,
     redispatch=dispatch.redispatch,

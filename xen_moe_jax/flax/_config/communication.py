@@ -14,7 +14,7 @@ class CommunicationFields:
     """Communication: how rows travel between the ranks.
 
     Attributes:
-      wire: the format of dispatched rows: None, "float8_e4m3fn", "int8" or "mxfp4" (in plain JAX).
+      wire: the format of dispatched rows: None, "float8_e4m3fn", "int8" or "mxfp4" (not on TPUs).
       combine_wire: the format of combined rows, as in `wire`.
       kernel: tuning of the communication; never changes the results.
     """
