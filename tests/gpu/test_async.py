@@ -95,12 +95,9 @@ def test_gradients(mesh, layout, remat):
     assert_same(mesh, async_programs.gradients(layout, remat), *async_programs.arguments(mesh))
 
 
-def test_gradients_travel_by_their_own_wire(mesh):
-    assert_same(
-        mesh,
-        async_programs.gradients("grouped", "none", gradient_wire="float8_e4m3fn"),
-        *async_programs.arguments(mesh),
-    )
+@pytest.mark.parametrize("options", [{"gradient_wire": "float8_e4m3fn"}, {"wire": "mxfp4", "gradient_wire": "mxfp4"}])
+def test_gradients_travel_by_their_own_wire(mesh, options):
+    assert_same(mesh, async_programs.gradients("grouped", "none", **options), *async_programs.arguments(mesh))
 
 
 def test_a_flight_that_xla_moves_is_an_error_or_right(mesh):
