@@ -158,7 +158,16 @@ def programs(name: str) -> tuple[Callable[[], Any], dict[str, tuple[Callable[...
 
         return jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
 
-    in_fp8: dict[str, Any] = {"experts": "float8_e4m3fn", "grouped_matmul": "hopper", "wire": "float8_e4m3fn"}
+    def of_fp8(tokens: Any, gate: Any, up: Any, down: Any, *routing: Any) -> Any:
+        """The layer with weights in fp8 `[L, B, A]`; XLA leaves both transpositions out."""
+
+        def kept(weight: Any) -> Any:
+            values, scales = (a.swapaxes(1, 2) for a in (weight.values, weight.scales))
+            return xm.QuantizedWeight(values, scales, (float8_rows.BLOCK,) * 2)
+
+        return layer(**in_fp8)(tokens, kept(gate), kept(up), kept(down), *routing)
+
+    in_fp8: dict[str, Any] = {"experts": "float8_e4m3fn", "wire": "float8_e4m3fn"}
     matrices, of_layer = ("gate", "up", "down"), ("tokens", "gate", "up", "down", "idx", "weights")
     q = {n: f"{n} in fp8" for n in ("x", "inner", *matrices)}
     parts: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
@@ -169,6 +178,7 @@ def programs(name: str) -> tuple[Callable[[], Any], dict[str, tuple[Callable[...
         "forward": (fp8_of, ("x", *matrices, "arrived", "sizes")),
         "forward and backward": (with_gradients(fp8_of), ("x", *matrices, "arrived", "sizes")),
         "layer": (layer(**in_fp8), of_layer),
+        "layer, weights in fp8": (of_fp8, ("tokens", q["gate"], q["up"], q["down"], "idx", "weights")),
         "layer, gradients": (with_gradients(layer(**in_fp8)), of_layer),
         "gate and up, bf16": (first, ("x", "gate", "up", "sizes")),
         "down, bf16": (hopper.grouped_matmul, ("inner", "down", "sizes")),

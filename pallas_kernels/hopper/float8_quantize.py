@@ -36,7 +36,7 @@ is an illegal instruction (H100, CUDA 13.0)."""
 TILE = plgpu.SMEM((BLOCK, BLOCK), DTYPE, transforms=SWIZZLED)
 
 
-def _kernel(body: Any, out: Any, scratch: dict[str, Any], grid: tuple[int, ...], name: str) -> Any:
+def launch(body: Any, out: Any, scratch: dict[str, Any], grid: tuple[int, ...], name: str) -> Any:
     """Returns the function that launches `body` with a warpgroup for each tile of `grid`."""
     return plgpu.kernel(
         body,
@@ -119,7 +119,7 @@ def weights(array: jax.Array, *, product: bool, gradient: bool) -> tuple[Quantiz
         "amax": plgpu.SMEM((ROWS,), jnp.int32),
         "loaded": plgpu.Barrier(num_arrivals=BLOCK // HALF),
     }
-    found = _kernel(body, shapes, scratch, (local, above, beside), "weights")(array)
+    found = launch(body, shapes, scratch, (local, above, beside), "weights")(array)
     pairs = [Quantized(*found[at : at + 2]) for at in range(0, len(found), 2)]
     return pairs[0] if product else None, pairs[-1] if gradient else None
 
@@ -153,7 +153,7 @@ def rows(array: jax.Array) -> Quantized:
         "values": TILE,
         "loaded": plgpu.Barrier(num_arrivals=BLOCK // HALF),
     }
-    return Quantized(*_kernel(body, shapes, scratch, (above, beside), "rows")(array))
+    return Quantized(*launch(body, shapes, scratch, (above, beside), "rows")(array))
 
 
 def blocks_of_groups(group_sizes: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
@@ -253,7 +253,7 @@ def _by_blocks(array: jax.Array | Quantized, blocks: jax.Array, *, product: bool
         shapes.insert(0, jax.ShapeDtypeStruct((count, beside * BLOCK), DTYPE))
         shapes.insert(1, jax.ShapeDtypeStruct((1, beside, long), jnp.float32))
     name = "rows_and_columns" if product else "columns_again" if again else "columns"
-    found = _kernel(body, shapes, scratch, (total, beside), name)(blocks, *operands)
+    found = launch(body, shapes, scratch, (total, beside), name)(blocks, *operands)
     return Quantized(*found[:2]) if product else None, Quantized(*found[-2:])
 
 

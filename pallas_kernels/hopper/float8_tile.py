@@ -10,6 +10,7 @@ too. The 16-byte pieces of a row are swizzled: bits 4 to 6 of their place are ch
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -51,10 +52,10 @@ def quantize_rows(tile: Any, values: Any, scales: Any) -> None:
     _inline(_rows, tile, values, scales)
 
 
-def quantize_columns(tile: Any, turned: Any, scales: Any) -> None:
+def quantize_columns(tile: Any, turned: Any, scales: Any, *, over: bool = False) -> None:
     """Writes the quantized columns of a `wide` tile to the rows of a `narrow` one, and their scales to `scales [128]`
-    in the GPU's memory. No barrier is passed."""
-    _inline(_columns, tile, turned, scales)
+    in the GPU's memory. No barrier is passed, unless `turned` may lie `over` the tile, in a kernel of one warpgroup."""
+    _inline(functools.partial(_columns, over=over), tile, turned, scales)
 
 
 def clear(tile: Any, factors: Any, size: Any, first: Any) -> None:
@@ -205,9 +206,13 @@ def _unpacked(register: str, kind: str) -> list[str]:
     return ["{ .reg .b16 l, h;", f"mov.b32 {{l, h}}, {register};", "cvt.f32.f16 f0, l;", "cvt.f32.f16 f1, h; }"]
 
 
-def _columns(kind: str) -> list[str]:
+def _columns(kind: str, over: bool = False) -> list[str]:
     """PTX of `quantize_columns`: a thread has the column of its number."""
-    lines = [".reg .b32 a<8>, x<8>, m<4>, o<4>, q, to;", SCALE_REGISTERS, ".reg .b16 g<16>, h<8>; .reg .f32 f0, f1;"]
+    lines = [
+        f".reg .b32 a<8>, x<8>, m<4>, o<{BLOCK // 4}>, q, to;",
+        SCALE_REGISTERS,
+        ".reg .b16 g<16>, h<8>; .reg .f32 f0, f1;",
+    ]
     lines += ["and.b32 q, tid, 63;", "and.b32 at, q, 7;", "shl.b32 at, at, 1;", "shr.u32 q, q, 3;"]
     lines += ["{ .reg .b32 half;", "shr.u32 half, tid, 6;", f"mad.lo.u32 at, half, {HALF_BYTES}, at; }}"]
     lines += _addresses()
@@ -230,7 +235,11 @@ def _columns(kind: str) -> list[str]:
             lines += [f"mov.b32 x{n}, {{g{2 * n}, g{2 * n + 1}}};", *_unpacked(f"x{n}", kind)]
             lines += [f"mul.f32 f{i}, f{i}, inverse;" for i in range(2)]
             lines += [f"cvt.rn.satfinite.e4m3x2.f32 h{n}, f1, f0;"]
-        lines += _store_column(step, "$1")
+        lines += _packed(step) + ([] if over else _store_column(step, "$1"))
+    if over:
+        lines += [f"bar.sync 1, {BLOCK};"]  # all threads have read the tile
+        for step in range(len(steps)):
+            lines += _store_column(step, "$1")
     return lines
 
 
@@ -249,19 +258,29 @@ def _scale_of_column(scales: str) -> list[str]:
     return ["{ .reg .b64 place;", f"mad.wide.u32 place, tid, 4, {scales};", "st.global.f32 [place], scale; }"]
 
 
-def _store_column(step: int, turned: str) -> list[str]:
-    """Stores the 16 codes of `h0` to `h7` to piece `step` of the row of the thread's number."""
+def _packed(step: int) -> list[str]:
+    """Four registers for `step` become the 16 codes of `h0` to `h7`."""
     lines = []
     for n in range(4):
-        lines += [f"mov.b32 o{n}, {{h{2 * n}, h{2 * n + 1}}};", f"selp.b32 o{n}, o{n}, 0, finite;"]
-    lines += ["and.b32 to, tid, 7;", f"xor.b32 to, to, {step};", "shl.b32 to, to, 4;"]
+        out = f"o{4 * step + n}"
+        lines += [f"mov.b32 {out}, {{h{2 * n}, h{2 * n + 1}}};", f"selp.b32 {out}, {out}, 0, finite;"]
+    return lines
+
+
+def _store_column(step: int, turned: str) -> list[str]:
+    """Stores the codes of `step` to that piece of the row of the thread's number."""
+    lines = ["and.b32 to, tid, 7;", f"xor.b32 to, to, {step};", "shl.b32 to, to, 4;"]
     lines += [f"mad.lo.u32 to, tid, {ROW_BYTES}, to;", f"add.u32 to, to, {turned};"]
-    return [*lines, "st.shared.v4.b32 [to], {o0,o1,o2,o3};"]
+    return [*lines, f"st.shared.v4.b32 [to], {{{','.join(f'o{4 * step + n}' for n in range(4))}}};"]
 
 
 def _quantized_columns() -> list[str]:
     """PTX of `quantize_columns_again`: a thread has the column of its number, in registers."""
-    lines = [".reg .b32 a<8>, b<2>, o<4>, q, to;", SCALE_REGISTERS, f".reg .f32 v<{BLOCK}>, f0, f1; .reg .b16 h<8>;"]
+    lines = [
+        f".reg .b32 a<8>, b<2>, o<{BLOCK // 4}>, q, to;",
+        SCALE_REGISTERS,
+        f".reg .f32 v<{BLOCK}>, f0, f1; .reg .b16 h<8>;",
+    ]
     lines += ["shr.u32 q, tid, 4;", "and.b32 at, tid, 15;", *_addresses()]
     lines += ["mad.lo.u32 to, $4, 4, $1;", "mov.f32 amax, 0f00000000;"]
     for row in range(0, BLOCK, 2):
@@ -280,5 +299,5 @@ def _quantized_columns() -> list[str]:
             low, high = (f"v{step * 16 + 2 * n + i}" for i in range(2))
             lines += [f"mul.f32 f0, {low}, inverse;", f"mul.f32 f1, {high}, inverse;"]
             lines += [f"cvt.rn.satfinite.e4m3x2.f32 h{n}, f1, f0;"]
-        lines += _store_column(step, "$2")
+        lines += _packed(step) + _store_column(step, "$2")
     return lines

@@ -15,7 +15,7 @@ import pytest
 from tests.support import gpu_topology
 from tests.support.ptxas_reports import check_reports, keep_reports
 from xen_moe_jax.experts import hopper, hopper_float8
-from xen_moe_jax.pallas_kernels.hopper import float8_quantize, ring
+from xen_moe_jax.pallas_kernels.hopper import float8_activation, float8_quantize, ring
 from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.hopper.float8_contraction import rows_by_rows
 from xen_moe_jax.pallas_kernels.hopper.float8_rows import BLOCK, DTYPE, Quantized, activated_rows, rows_by_weights
@@ -74,6 +74,11 @@ def quantize_columns_again(rows, sizes, **_):
     return float8_quantize.columns(rows, float8_quantize.blocks_of_groups(sizes, ROWS)[0])
 
 
+def backward_of_swiglu(by_inner, row_weights, sizes, **_):
+    facts, _ = float8_quantize.blocks_of_groups(sizes, ROWS)
+    return float8_activation.gradients(Activation(), by_inner, (by_inner, by_inner), row_weights, facts)
+
+
 KERNELS = (
     product,
     gradient_of_rows,
@@ -85,6 +90,7 @@ KERNELS = (
     quantize_columns,
     quantize_both,
     quantize_columns_again,
+    backward_of_swiglu,
 )
 
 
@@ -105,6 +111,8 @@ def operands(sharding):
         "lying": quantized(GROUPS, HIDDEN, WIDTH, scales=(GROUPS, a, b)),
         "columns": quantized(HIDDEN, BLOCKS * BLOCK, scales=(BLOCKS, HIDDEN)),
         "by_columns": quantized(WIDTH, BLOCKS * BLOCK, scales=(BLOCKS, WIDTH)),
+        "by_inner": array(ROWS, WIDTH),
+        "row_weights": array(ROWS, dtype=jnp.float32),
         "sizes": array(GROUPS, dtype=jnp.int32),
     }
 

@@ -44,15 +44,17 @@ def drawn(kind):
 
 
 @pytest.mark.parametrize("kind", [ml_dtypes.bfloat16, np.float16])
-@pytest.mark.parametrize("by_columns", [False, True])
-def test_rows_and_columns(kind, by_columns):
+@pytest.mark.parametrize("use", ["rows", "columns", "columns over the tile"])
+def test_rows_and_columns(kind, use):
     x = drawn(kind)
     shared = np.concatenate([halves(x), np.zeros(BLOCK * BLOCK, np.uint8)])
     memory = np.zeros(BLOCK * 4, np.uint8)
-    body = float8_tile._columns if by_columns else float8_tile._rows
-    Machine((0, 2 * BLOCK * BLOCK, 0), shared, memory).run(body(float8_tile.GIVEN[np.dtype(kind).name]))
-    codes, scales = rule(x.T if by_columns else x)
-    np.testing.assert_array_equal(swizzled(shared[2 * BLOCK * BLOCK :].reshape(BLOCK, BLOCK)), codes)
+    over, kinds = use == "columns over the tile", float8_tile.GIVEN[np.dtype(kind).name]
+    place = 0 if over else 2 * BLOCK * BLOCK
+    body = float8_tile._rows(kinds) if use == "rows" else float8_tile._columns(kinds, over)
+    Machine((0, place, 0), shared, memory).run(body)
+    codes, scales = rule(x if use == "rows" else x.T)
+    np.testing.assert_array_equal(swizzled(shared[place : place + BLOCK * BLOCK].reshape(BLOCK, BLOCK)), codes)
     np.testing.assert_array_equal(memory.view(np.float32), scales)
 
 

@@ -317,8 +317,10 @@ def test_experts_and_their_gradients(sizes, hidden, width, name):
             assert cosine > 0.997, f"{function.__name__}, {jax.tree_util.keystr(path)}: {cosine}"
 
 
-def test_a_layer():
-    """`moe_mlp` of one rank with rows from an fp8 wire, value and gradients, near the one in bfloat16."""
+@pytest.fixture(scope="module")
+def layer():
+    """Returns a function that computes output and gradients of `moe_mlp` on one rank, by an fp8 wire and experts in fp8
+    or in bfloat16: `(in_fp8, x, idx) -> (output, (x, weights, matrices))`."""
     tokens, experts, hidden, width = 256, 8, 512, 384
     keys = iter(jax.random.split(jax.random.key(3), 8))
     x, cotangent = (jax.random.normal(next(keys), (tokens, hidden), jnp.bfloat16) for _ in range(2))
@@ -327,21 +329,53 @@ def test_a_layer():
     matrices = [jax.random.normal(next(keys), shape, jnp.bfloat16) * shape[1] ** -0.5 for shape in shapes]
     mesh = jax.make_mesh((1,), ("ep",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
 
-    def run(**options):
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(in_fp8, x, idx, weights, matrices):
+        options = {"experts": "float8_e4m3fn", "wire": "float8_e4m3fn"} if in_fp8 else {}
+
         def body(x, idx, weights, matrices):
             return xm.moe_mlp(x, idx, weights, *matrices, num_experts=experts, axis_name="ep", **options)
 
         def layer(x, weights, matrices):
             return jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))(x, idx, weights, matrices)
 
-        def both(x, weights, matrices):
-            out, pull = jax.vjp(layer, x, weights, matrices)
-            return out, pull(cotangent)
+        out, pull = jax.vjp(layer, x, weights, matrices)
+        return out, pull(cotangent)
 
-        return jax.jit(both)(x, weights, matrices)
+    def run(in_fp8, x=x, idx=idx):
+        return jax.tree.map(lambda a: np.asarray(a, np.float64), both(in_fp8, x, idx, weights, matrices))
 
-    got, exact = run(experts="float8_e4m3fn", grouped_matmul="hopper", wire="float8_e4m3fn"), run()
+    return run, x, idx
+
+
+def assert_cosines(got, exact):
     for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(exact), strict=True):
-        one, other = (np.asarray(a, np.float64).ravel() for a in (one, other))
+        one, other = one.ravel(), other.ravel()
         cosine = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
         assert cosine > 0.996, f"{jax.tree_util.keystr(path)}: {cosine}"
+
+
+def test_a_layer(layer):
+    """Rows from an fp8 wire go into the kernels without being asked for: near the layer in bfloat16."""
+    run, _, _ = layer
+    assert_cosines(run(True), run(False))
+
+
+def test_a_layer_with_all_rows_at_two_experts(layer):
+    """The others have no row, and a gradient of zero."""
+    run, _, idx = layer
+    idx = jnp.broadcast_to(jnp.array([2, 5], idx.dtype), idx.shape)
+    got, exact = run(True, idx=idx), run(False, idx=idx)
+    for one, other in zip(got[1][2], exact[1][2], strict=True):
+        assert not np.delete(one, [2, 5], 0).any()
+        assert_cosines(one[[2, 5]], other[[2, 5]])
+    assert_cosines((got[0], got[1][:2]), (exact[0], exact[1][:2]))
+
+
+def test_a_layer_with_nan(layer):
+    """A token with a NaN, or with an infinity, keeps it for itself: the outputs of others have the same bits."""
+    run, x, _ = layer
+    clean = run(True)[0]
+    got = run(True, x=x.at[7, 3].set(jnp.nan).at[100, 500].set(jnp.inf))[0]
+    assert np.isnan(got[[7, 100]]).all()
+    np.testing.assert_array_equal(np.delete(got, [7, 100], 0), np.delete(clean, [7, 100], 0))

@@ -107,6 +107,20 @@ class Quantizers:
         return Quantizers.rows(array), Quantizers.columns(array, blocks)
 
 
+class Activations:
+    """`float8_activation` in plain JAX."""
+
+    @staticmethod
+    def gradients(activation, by_inner, projections, row_weights, blocks):
+        by, *wide = (a.astype(jnp.float32) for a in (by_inner, *projections))
+        inner, by_row_weights = activation(*wide), None
+        if row_weights is not None:
+            by_row_weights = jnp.sum(inner * by, axis=1)
+            inner, by = inner * row_weights[:, None], by * row_weights[:, None]
+        both = [Quantizers.both(a.astype(by_inner.dtype), blocks) for a in activation.gradients(by, *wide)]
+        return both, Quantizers.columns(inner.astype(by_inner.dtype), blocks), by_row_weights
+
+
 def _padded(array, *axes):
     return jnp.pad(array, [(0, -size % BLOCK if axis in axes else 0) for axis, size in enumerate(array.shape)])
 
@@ -119,6 +133,7 @@ def in_the_kernels_place():
         for name in ("rows_by_weights", "rows_by_rows", "activated_rows"):
             patch.setattr(hopper_float8, name, globals()[name])
         patch.setattr(hopper_float8, "float8_quantize", Quantizers)
+        patch.setattr(hopper_float8, "float8_activation", Activations)
         patch.setattr(hopper_float8, "supports", lambda rows, weights: True)
         yield
     jax.clear_caches()

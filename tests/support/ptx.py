@@ -162,6 +162,9 @@ class Machine:
         source = lane ^ other if suffixes[1] == "bfly" else other
         self._set(out, self._get(value)[warp + source])
 
+    def _bar(self, suffixes, arguments, active):
+        """All threads run each instruction together."""
+
     def _cvt(self, suffixes, arguments, active):
         kinds = suffixes[-2:]
         if kinds == ["e4m3x2", "f32"]:

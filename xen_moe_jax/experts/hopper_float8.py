@@ -24,7 +24,7 @@ from xen_moe_jax._overlap import define_derivative, in_overlap
 from xen_moe_jax._quantized_weight import QuantizedWeight
 from xen_moe_jax._types import BlockScaled
 from xen_moe_jax.experts import hopper
-from xen_moe_jax.pallas_kernels.hopper import float8_quantize
+from xen_moe_jax.pallas_kernels.hopper import float8_activation, float8_quantize
 from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.hopper.float8_contraction import rows_by_rows
 from xen_moe_jax.pallas_kernels.hopper.float8_rows import BLOCK, Quantized, activated_rows, rows_by_weights
@@ -121,9 +121,9 @@ def _times(pairs: Sequence[Any], group_sizes: Any, columns: int, like: Any) -> A
     return vary(out, varying_axes(like))
 
 
-def _by_weight(rows: Quantized, others: Quantized | None, blocks: Any, of: Any) -> Any:
-    """Returns the gradient of a weight, of which `of` has shape and dtype; None if there are no other rows."""
-    if others is None:
+def _by_weight(rows: Quantized | None, others: Quantized | None, blocks: Any, of: Any) -> Any:
+    """Returns the gradient of a weight, of which `of` has shape and dtype; None if that is None."""
+    if of is None:
         return None
     height, width = of.shape[2:]
     out = rows_by_rows(rows, others, blocks, height=height, width=width, dtype=of.dtype, tiles=_tiles())
@@ -216,21 +216,23 @@ def back(activation: Activation, kept: Any, cotangent: Any, row_weights: Any = N
     facts, blocks = float8_quantize.blocks_of_groups(group_sizes, cotangent.shape[0])
     width = projections[0].shape[1]
     by, right = _both(cotangent, None if of_last is None else facts, cotangent)
-    by_inner = _times([(by, last)], group_sizes, width, of_x).astype(jnp.float32)
-    wide = [p.astype(jnp.float32) for p in projections]
-    inner, by_row_weights = activation(*wide), None
-    if row_weights is not None:
-        by_row_weights = jnp.sum(inner * by_inner, axis=1)
-        inner, by_inner = inner * row_weights[:, None], by_inner * row_weights[:, None]
-    by_projections = [a.astype(of_x.dtype) for a in activation.gradients(by_inner, *wide)]
-    by_last = _by_weight(_columns(inner.astype(of_x.dtype), facts, cotangent), right, blocks, of_last)
-    quantized = [
-        _both(by, None if of is None else facts, cotangent) for by, of in zip(by_projections, of_first, strict=True)
-    ]
-    pairs = [(by, gradient) for (by, _), gradient in zip(quantized, first, strict=True)]
-    by_x = _times(pairs, group_sizes, of_x.shape[2], of_x)
+    by_inner = _times([(by, last)], group_sizes, width, of_x)
+    inner, by_row_weights = None, None
+    if of_last is not None or any(of is not None for of in of_first):
+        given = by_inner, projections, row_weights, facts
+        both, inner, by_row_weights = _varying(float8_activation.gradients(activation, *given), cotangent)
+    else:
+        wide, by_wide = [p.astype(jnp.float32) for p in projections], by_inner.astype(jnp.float32)
+        if row_weights is not None:
+            by_row_weights = jnp.sum(activation(*wide) * by_wide, axis=1)
+            by_wide = by_wide * row_weights[:, None]
+        both = [(_rows(a.astype(of_x.dtype), None), None) for a in activation.gradients(by_wide, *wide)]
+    by_x = _times(
+        [(a, gradient) for (a, _), gradient in zip(both, first, strict=True)], group_sizes, of_x.shape[2], of_x
+    )
+    by_last = _by_weight(inner, right, blocks, of_last)
     left = _columns(rows, facts, cotangent)
-    by_first = [_by_weight(left, right, blocks, of) for (_, right), of in zip(quantized, of_first, strict=True)]
+    by_first = [_by_weight(left, right, blocks, of) for (_, right), of in zip(both, of_first, strict=True)]
     return by_x, by_first, by_last, by_row_weights
 
 
