@@ -610,10 +610,12 @@ def draw(front: Front, path: str | pathlib.Path) -> None:
     figure = Figure(figsize=(8, 3))
     axes = figure.subplots()
     axes.step([i * width for i in range(max(bins) + 1)], [bins[i] / width for i in range(max(bins) + 1)], where="post")
-    for t, kind, what in front.log:
-        if t >= first and kind in ("kill", "start", "ready"):
+    colors = {"kill": "red", "start": "gray", "ready": "green"}
+    events = [(t, kind, what) for t, kind, what in front.log if t >= first and kind in colors]
+    for t, kind, what in events:
+        axes.axvline(t - first, color=colors[kind], linestyle=":")
+        if len(events) < 12:  # else names would cover each other
             rank = what[0] if isinstance(what, tuple) else what
-            axes.axvline(t - first, color={"kill": "red", "start": "gray", "ready": "green"}[kind], linestyle=":")
             axes.text(t - first, axes.get_ylim()[1], f"{kind} rank {rank}", rotation=90, va="top", fontsize=8)
     axes.set(xlabel="seconds", ylabel="tokens/s")
     figure.savefig(path, bbox_inches="tight")

@@ -1,7 +1,9 @@
 """Members that are killed at any moment and come back, as processes without JAX programs: they exchange through a group
 and check every value. A process costs milliseconds here, so that hundreds can be killed.
 
-    python -m tests.elastic.chaos --ranks 4 --kills 500 --seed 1
+    python -m tests.elastic.chaos --ranks 4 --kills 500 --seed 1 [--stops]
+
+With `--stops`, members are also stopped at any moment, and wake before or after the others have gone on without them.
 """
 
 import argparse
@@ -24,6 +26,10 @@ from xen_moe_jax import balance, elastic
 
 SLOTS_OF_A_RANK, EXPERTS = 4, 8
 COMMITTED, WHEN, READY, ENTERED, STOPPED = range(5)
+LONG_S, SHORT_S = 30.0, 1.0
+"""Time limits of a group: without and with members that are stopped."""
+LEFT_OUT = 3
+"""Exit status of a member without which the others went on."""
 WORDS = 8
 """Words of each rank in shared memory: the number of steps that it has committed, and in nanoseconds the times of the
 last commit, of its being ready and of its being let in, and its longest stop at a boundary."""
@@ -38,12 +44,20 @@ def placement_of(slots: int) -> balance.Placement:
     return balance.plan(np.ones(EXPERTS), num_ranks=slots, slots_per_rank=SLOTS_OF_A_RANK)
 
 
-def member(folder: str, slots: int, slot: int, start_with: int, words: memoryview, seed: int) -> None:
-    """Runs the process of one rank, which ends with status 0 at SIGTERM, and never by itself."""
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+def member(folder: str, slots: int, slot: int, start_with: int, words: memoryview, seed: int, timeout_s: float) -> None:
+    """Runs the process of one rank, which never ends by itself, unless the others go on without it."""
+    try:
+        _member(folder, slots, slot, start_with, words, seed, timeout_s)
+    except elastic.Evicted:
+        os._exit(LEFT_OUT)
+
+
+def _member(
+    folder: str, slots: int, slot: int, start_with: int, words: memoryview, seed: int, timeout_s: float
+) -> None:
     rng = random.Random(seed)
     own = words[slot * WORDS : (slot + 1) * WORDS]
-    group = elastic.Group(folder, slots, slot=slot, placement=placement_of(slots), timeout_s=30.0)
+    group = elastic.Group(folder, slots, slot=slot, placement=placement_of(slots), timeout_s=timeout_s)
     held = {slot: int(e) for slot, e in enumerate(group.experts)}
     own[ENTERED], own[READY] = 0, time.monotonic_ns()
     change = group.join(start_with=start_with, timeout_s=120.0)
@@ -57,11 +71,15 @@ def member(folder: str, slots: int, slot: int, start_with: int, words: memoryvie
         assert not (np.asarray(group.placement.experts)[~group.active()] >= 0).any()
         return change.step
 
+    def check(found: int) -> None:
+        """All members see a death in the same exchange: none is ahead. One that was stopped may be a step behind."""
+        assert found == step or (found == step - 1 and timeout_s == SHORT_S), (found, step)
+
     step = adopt(change)
     while True:
         began = time.monotonic_ns()
         if (change := group.boundary(step)) is not None:
-            assert change.step == step, (change, step)
+            check(change.step)
             step = adopt(change)
             own[STOPPED] = max(own[STOPPED], time.monotonic_ns() - began)
         active = group.active()
@@ -72,7 +90,7 @@ def member(folder: str, slots: int, slot: int, start_with: int, words: memoryvie
         scattered = group.exchange("scatter", 2, everything)
         if not group.good("step", active):
             change = group.recover(step)
-            assert change.step == step, (change, step)  # all members see a death in the same exchange: none is ahead
+            check(change.step)
             step = adopt(change)
             continue
         for rank in range(slots):
@@ -82,12 +100,22 @@ def member(folder: str, slots: int, slot: int, start_with: int, words: memoryvie
         own[COMMITTED], own[WHEN] = step, time.monotonic_ns()
 
 
-def run(slots: int, kills: int, seed: int, joins: int | None = None, least: int = 2, seconds: float = 1e9) -> dict:
-    """Kills members at random moments, and starts others in their slots, until `kills` have died.
+def run(
+    slots: int,
+    kills: int,
+    seed: int,
+    joins: int | None = None,
+    least: int = 2,
+    seconds: float = 1e9,
+    stops: bool = False,
+) -> dict:
+    """Kills members at random moments, and starts others in their slots, until `kills` have died. `stops`: stops others
+    for a while.
 
     Returns:
-      kills, joins, steps; pause_s and let_in_s: lists of seconds from a kill to the next step of all that are left,
-      and from a newcomer's being ready to its being let in; stopped_s: the longest stop for a newcomer.
+      kills, joins, steps; stops and left_out: members that were stopped, and that ended for it; pause_s and let_in_s:
+      lists of seconds from a kill to the next step of all that are left, and from a newcomer's being ready to its being
+      let in; stopped_s: the longest stop for a newcomer.
 
     Raises:
       AssertionError: a member ended by itself, or the group stood still.
@@ -103,29 +131,39 @@ def run(slots: int, kills: int, seed: int, joins: int | None = None, least: int 
 
     def start(slot: int, start_with: int = 1) -> None:
         words[slot * WORDS + ENTERED] = words[slot * WORDS + READY] = 0
-        arguments = (os.path.join(folder, "group"), slots, slot, start_with, words, rng.randrange(1 << 30))
+        limit = SHORT_S if stops else LONG_S
+        arguments = (os.path.join(folder, "group"), slots, slot, start_with, words, rng.randrange(1 << 30), limit)
         processes[slot] = fork.Process(target=member, args=arguments)
         processes[slot].start()
 
     def entered() -> list[int]:
         return [slot for slot in processes if words[slot * WORDS + ENTERED]]
 
+    def forget_the_left_out() -> None:
+        for slot, process in list(processes.items()):
+            if not process.is_alive():
+                of_stops = (LEFT_OUT, -signal.SIGKILL) if stops else ()  # one that is stopped with the lock is killed
+                assert process.exitcode in of_stops, f"rank {slot} has ended by itself with {process.exitcode}"
+                del processes[slot]
+                waiting.discard(slot)
+                count["left_out"] += 1
+
     def until(what, seconds: float = 60.0) -> None:
         limit = time.monotonic() + seconds
         while not what():
-            for slot, process in processes.items():
-                assert process.is_alive(), f"rank {slot} has ended by itself with {process.exitcode}"
+            forget_the_left_out()
             assert time.monotonic() < limit, (what, [words[i] for i in range(WORDS * slots)], dict(count))
             time.sleep(0.0005)
 
+    waiting: set[int] = set()
     try:
         for slot in range(slots):
             start(slot, slots)
-        until(lambda: len(entered()) == slots)
+        until(lambda: len(entered()) == len(processes))
         began = time.monotonic()
-        waiting: set[int] = set()
         while count["kills"] < kills and time.monotonic() - began < seconds:
             time.sleep(rng.random() * 0.03)
+            forget_the_left_out()
             spare = len(entered()) - least
             if spare > 0 and rng.random() < 0.7:
                 for slot in rng.sample(sorted(processes), min(1 + (rng.random() < 0.2), spare)):
@@ -134,9 +172,23 @@ def run(slots: int, kills: int, seed: int, joins: int | None = None, least: int 
                     waiting.discard(slot)
                     count["kills"] += 1
                 killed = time.monotonic_ns()
-                steady = [slot for slot in entered() if slot not in waiting]
-                until(lambda: all(words[slot * WORDS + WHEN] > killed for slot in steady))  # noqa: B023
+                steady = {slot: processes[slot] for slot in entered() if slot not in waiting}
+                until(
+                    lambda: (
+                        len(processes) < least  # those that are left cannot hold all experts: they wait for others
+                        or all(
+                            words[slot * WORDS + WHEN] > killed or processes.get(slot) is not process  # noqa: B023
+                            for slot, process in steady.items()  # noqa: B023
+                        )
+                    )
+                )
                 found["pause_s"].append((time.monotonic_ns() - killed) / 1e9)
+            elif stops and spare > 0 and rng.random() < 0.5:
+                process = processes[rng.choice(sorted(processes))]
+                os.kill(process.pid, signal.SIGSTOP)
+                time.sleep(rng.choice((0.002, 0.02, SHORT_S, 2 * SHORT_S, 3 * SHORT_S)))
+                os.kill(process.pid, signal.SIGCONT)
+                count["stops"] += 1
             elif len(processes) < slots and (joins is None or count["joins"] < joins):
                 slot = rng.choice([slot for slot in range(slots) if slot not in processes])
                 start(slot)
@@ -165,8 +217,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=6)
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--stops", action="store_true")
     given = parser.parse_args()
-    figures = run(given.ranks, given.kills, given.seed)
+    figures = run(given.ranks, given.kills, given.seed, stops=given.stops)
     for name in ("pause_s", "let_in_s"):
         values = np.asarray(figures.pop(name))
         shares = {"median": 0.5, "99 %": 0.99, "most": 1.0}

@@ -38,6 +38,11 @@ def test_many_kills():
     within_the_limits(figures)
 
 
+def test_kills_and_stops():
+    figures = chaos.run(4, 12, seed=9, stops=True)
+    assert figures["kills"] >= 12 and figures["stops"] > 3, figures
+
+
 def count_steps(folder, slot, start_with, words, timeout_s):
     """Runs a rank that counts its steps in `words[2 * slot]`, and sets the next word to 1 if it is evicted."""
     with elastic.Group(folder, 3, slot=slot, timeout_s=timeout_s) as group, contextlib.suppress(elastic.Evicted):
