@@ -4,11 +4,12 @@
     python benchmarks/layers/group_step.py --ranks 2 --gpus 2 [--json FILE]
     JAX_PLATFORMS=cpu python benchmarks/layers/group_step.py --ranks 2 --host
 
-Each line has a size of the decoder and microseconds a step, medians over `REPEATS` runs of `STEPS` steps on rank 0, in
-turns: "job" is a job without `active`, "job, masked" gives `active` and the placement to the operations as a group has
-to, "group, bare" is the group's program without what a loop in a group adds, and "group" has `boundary` and `check`
-around every step and the thread that looks after the members, as the server has. A step ends when its tokens are on
-the host. In the job the exchange is that of one process per GPU (NVSHMEM); in the group it is CUDA IPC memory.
+Each line has a size of the decoder and microseconds a step on rank 0, medians over `REPEATS` runs of `STEPS` steps, in
+which the loops of a process take turns: "job" is a job without `active`, "job, masked" gives `active` and the placement
+to the operations as a group has to, "group, bare" is the group's program without what a loop in a group adds, and
+"group" has `boundary` and `check` around every step, as the server has; both have the thread that looks after the
+members. A step ends when its tokens are on the host. `cost` is the median over the repeats of "group" over "group,
+bare". In the job the exchange is that of one process per GPU (NVSHMEM); in the group it is CUDA IPC memory.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SIZES: dict[str, dict[str, int]] = {
         "HIDDEN": 2048, "LAYERS": 4, "EXPERTS": 128, "TOP_K": 8, "WIDTH": 768, "ROWS": 32, "LENGTH": 128, "SLOTS": 64,
     },
 }  # fmt: skip
-STEPS, REPEATS = 200, 7
+STEPS, REPEATS = 100, 15
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -47,10 +48,10 @@ def example(size: str) -> Any:
     return module
 
 
-def weights(serve: Any, rank: int) -> tuple[Any, Any]:
-    """Random weights: those of every rank, and the experts of one rank."""
-    import jax
+def weights(serve: Any) -> tuple[Any, Any]:
+    """Weights of every rank, which are random, and the experts of one rank, which are all alike."""
     import jax.numpy as jnp
+    import numpy as np
 
     h, w = serve.HIDDEN, serve.WIDTH
     shapes = {
@@ -60,28 +61,26 @@ def weights(serve: Any, rank: int) -> tuple[Any, Any]:
         "router": (serve.LAYERS, h, serve.EXPERTS),
         "out": (h, serve.VOCAB),
     }
+    rng = np.random.default_rng(35)
+    dense = {
+        name: jnp.asarray((rng.standard_normal(shape) * shape[-2] ** -0.5).astype(np.float32))
+        for name, shape in shapes.items()
+    }
     experts = {"gate_up": (serve.LAYERS, serve.SLOTS, h, 2 * w), "down": (serve.LAYERS, serve.SLOTS, w, h)}
-
-    def draw(shapes: Any, seed: int) -> Any:
-        return {
-            name: jax.random.normal(jax.random.key(seed + i), shape, jnp.float32) * shape[-2] ** -0.5
-            for i, (name, shape) in enumerate(shapes.items())
-        }
-
-    return draw(shapes, 1), draw(experts, 100 * (rank + 1))
+    return dense, {name: jnp.full(shape, shape[-2] ** -0.5, jnp.float32) for name, shape in experts.items()}
 
 
-def times_of(step: Any, state: Any) -> list[float]:
-    """Returns microseconds a step, for each repeat."""
-    for _ in range(STEPS // 4):
-        state = step(state)
-    times = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        for _ in range(STEPS):
-            state = step(state)
-        times.append((time.perf_counter() - began) / STEPS * 1e6)
-    return times
+def times_of(steps: dict[str, Any], states: dict[str, Any]) -> dict[str, list[float]]:
+    """Returns microseconds a step of each loop, for each repeat. The first repeat is dropped."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(REPEATS + 1):
+        for name, step in steps.items():
+            began, state = time.perf_counter(), states[name]
+            for _ in range(STEPS):
+                state = step(state)
+            states[name] = state
+            times[name].append((time.perf_counter() - began) / STEPS * 1e6)
+    return {name: values[1:] for name, values in times.items()}
 
 
 def inputs(serve: Any) -> tuple[Any, Any, Any]:
@@ -100,8 +99,8 @@ def in_a_group(size: str, rank: int, ranks: int, folder: str, host: bool) -> dic
     serve = example(size)
     base = xm.balance.plan(np.ones(serve.EXPERTS), num_ranks=ranks, slots_per_rank=serve.SLOTS)
     with xm.elastic.Group(folder, ranks, slot=rank, placement=base, timeout_s=60.0) as group:
-        run, tokens = serve.make_step(group.axis_name, not host), inputs(serve)
-        dense, experts = weights(serve, rank)
+        run, tokens = serve.make_step(group.axis_name, not host), jax.device_put(inputs(serve))
+        dense, experts = weights(serve)
         members = jax.device_put((group.active(), group.placement))
         out, cache = run(dense, experts, serve.empty_cache(), *tokens, *members)
         jax.block_until_ready(cache)
@@ -122,12 +121,8 @@ def in_a_group(size: str, rank: int, ranks: int, folder: str, host: bool) -> dic
             number += 1
             return cache
 
-        found: dict[str, list[float]] = {"group": [], "group, bare": []}
-        for _ in range(2):
-            found["group"] += times_of(whole, cache := whole(cache))
-            cache = serve.empty_cache()
-            found["group, bare"] += times_of(bare, cache := bare(cache))
-            cache = serve.empty_cache()
+        steps = {"group": whole, "group, bare": bare}
+        found = times_of(steps, {name: serve.empty_cache() for name in steps})
         xm.check()
     return found
 
@@ -142,7 +137,7 @@ def in_a_job(size: str, rank: int, ranks: int, port: str, host: bool) -> dict[st
     import xen_moe_jax as xm
 
     jax.distributed.initialize(f"127.0.0.1:{port}", ranks, rank)
-    serve, found = example(size), {}
+    serve = example(size)
     mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
     placement = xm.balance.plan(np.ones(serve.EXPERTS), num_ranks=ranks, slots_per_rank=serve.SLOTS)
     config = None if host else xm.KernelConfig(backend="cuda", timeout_s=60.0)
@@ -168,8 +163,8 @@ def in_a_job(size: str, rank: int, ranks: int, port: str, host: bool) -> dict[st
         out, cache = serve.decode_step(dense, cache, tokens[0], positions[0], used[0], moe)
         return out[None], cache[None]
 
-    dense, experts = map(spread, weights(serve, rank))
-    tokens = spread(inputs(serve))
+    dense, experts = map(spread, weights(serve))
+    tokens, steps = spread(inputs(serve)), {}
     for name, masked in (("job", ()), ("job, masked", (jnp.ones(ranks, bool), placement))):
         specs = (P("ep"),) * 6 + (P(),) * len(masked)
         run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P("ep")), donate_argnums=2)
@@ -181,8 +176,8 @@ def in_a_job(size: str, rank: int, ranks: int, port: str, host: bool) -> dict[st
             xm.check()
             return cache
 
-        found[name] = times_of(one, one(spread(serve.empty_cache())))
-    return found
+        steps[name] = one
+    return times_of(steps, {name: spread(serve.empty_cache()) for name in steps})
 
 
 def rank_main(given: argparse.Namespace) -> None:
@@ -252,7 +247,8 @@ def main() -> None:
                     found.setdefault(name, []).extend(values)
         us = {name: round(statistics.median(values), 1) for name, values in found.items()}
         least = {name: round(min(values), 1) for name, values in found.items()}
-        lines.append({"size": size, "device": device, "ranks": given.ranks, "us": us, "least_us": least})
+        cost = statistics.median(a / b for a, b in zip(found["group"], found["group, bare"], strict=True))
+        lines.append({"size": size, "device": device, "ranks": given.ranks, "us": us, "least_us": least, "cost": cost})
         print(json.dumps(lines[-1]), flush=True)
     if given.json is not None:
         given.json.write_text(json.dumps(lines, indent=1) + "\n")
