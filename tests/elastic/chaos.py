@@ -165,7 +165,7 @@ def run(
             time.sleep(rng.random() * 0.03)
             forget_the_left_out()
             spare = len(entered()) - least
-            if spare > 0 and rng.random() < 0.7:
+            if spare > 0 and rng.random() < (0.3 if stops else 0.7):
                 for slot in rng.sample(sorted(processes), min(1 + (rng.random() < 0.2), spare)):
                     os.kill(processes[slot].pid, signal.SIGKILL)
                     processes.pop(slot).join()

@@ -72,6 +72,7 @@ class Board:
         """
         look, seen = time.monotonic(), 0
         suspect: int | None = -1
+        ended: int | None = None
         while True:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -81,20 +82,18 @@ class Board:
                     look, holder = time.monotonic() + self._timeout_s / LOOKS, _holder(self._lock)
                     suspect, seen = holder, seen + 1 if holder == suspect else 0
                     if seen > LOOKS:  # else another process has got the lock between two looks
-                        self._end(holder)
+                        if holder == ended or holder is None or not liveness.end(holder, self._timeout_s):
+                            raise TimeoutError(
+                                f"elastic.Group: process {holder or 'unknown'}, or a child of it, has held the lock of "
+                                f"{self.folder} for more than {self._timeout_s:g} s, and cannot be ended from here: "
+                                "end it, or let it go on"
+                            ) from None
+                        ended, seen = holder, 0
                 time.sleep(LOCK_PAUSE_S)
         try:
             yield
         finally:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
-
-    def _end(self, holder: int | None) -> None:
-        """Kills the process that holds the lock, which the operating system then drops."""
-        if holder is None or not liveness.end(holder, self._timeout_s):
-            raise TimeoutError(
-                f"elastic.Group: process {holder or 'unknown'} has held the lock of {self.folder} for more than "
-                f"{self._timeout_s:g} s, and cannot be ended from here: end it, or let it go on"
-            )
 
     def read(self) -> dict[str, Any]:
         """Returns the state. Slots are text in it, because the keys of JSON's objects are."""
