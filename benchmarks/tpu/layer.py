@@ -31,7 +31,8 @@ NOTICE = """\
 Estimates: no TPU ran this. Memory of one device as the compiled program has it: temporary bytes as XLA reports them,
 which count gaps between buffers twice, and the bytes that temporary buffers take, gaps once. Wire: bytes that leave a
 device in the two exchanges of the forward and the two of the backward pass, with uniform routing, over the all-to-all
-bandwidth of the torus. Kernels: VLIW bundles of our kernels, one a cycle. XLA: its own estimate of its operations; the
+bandwidth of the torus. Kernels: VLIW bundles of our kernels, one a cycle. hbm_us: their bytes over HBM's bandwidth,
+where the sums of the floor take the longer one. XLA: its own estimate of its operations; the
 grouped matmuls, scalar gathers, sorts and collectives have none and are not in it. grouped_us: our kernels of the
 matmuls' gradients, by bundles or by the peak of the matrix units, the longer one for each piece of rows."""
 TARGETS = {
@@ -181,6 +182,7 @@ def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) ->
         "kernels_us": round(sum(counted.values()) * us, 1),
         "by_kernel_us": {name: round(cycles * us, 1) for name, cycles in counted.items()},
         "grouped_us": {name: round(cycles * us, 1) for name, cycles in grouped.items()},
+        **({"hbm_us": hbm_us(chip, devices, seed)} if own else {}),
         "uncounted": uncounted,
         "xla_us": round(tpu_bundles.xla_cycles(compiled.text) * us, 1),
         "scalar_operations": tpu_bundles.scalar_operations(compiled.text),
@@ -242,6 +244,22 @@ def grouped_cycles(
     return {name: cycles for name, cycles in found.items() if cycles}
 
 
+def hbm_us(chip: tpu_topologies.Topology, devices: int, seed: int) -> dict[str, float]:
+    """Microseconds in which HBM moves the bytes of the exchanges' kernels, forward and backward together: a record
+    counts as its row of bfloat16, and a row that `reduce_slots` reads as the two rows that share its words."""
+    routing = tpu_bundles.uniform_routing(
+        TOKENS, devices, SIZES["experts"], SIZES["top_k"], tpu_bundles.Grouping(16), seed
+    )
+    rows = {
+        "xen_moe_push": TOKENS + routing.sent,
+        "xen_moe_place": 2 * routing.placed,
+        "xen_moe_reduce_slots": 2 * routing.placed + routing.sent,
+        "xen_moe_reduce_ranks": routing.sent + TOKENS,
+    }
+    us = 2 * SIZES["hidden"] * 2 / chip.hbm_bytes_per_s * 1e6
+    return {name: round(n * us, 1) for name, n in rows.items()}
+
+
 def visits(sizes: tuple[int, ...], rows: int) -> int:
     """Tiles of so many rows that the rows of each expert lie in."""
     begin = total = 0
@@ -296,7 +314,10 @@ COLUMNS = (
 
 
 def cells(row: dict[str, Any], document: dict[str, Any]) -> list[str]:
-    from_same = [r for r in document["results"] if (r["topology"], r["matmul"]) == (row["topology"], row["matmul"])]
+    # the peer's experts have no "auto"
+    from_same = [
+        r for r in document["results"] if r["topology"] == row["topology"] and row["matmul"] in (r["matmul"], "auto")
+    ]
     least_of_others = [r["allocated_bytes"] for r in from_same if r["program"] != row["program"]]
     own = row["program"] == "xen_moe_jax"
     moved = row["collective_bytes"]

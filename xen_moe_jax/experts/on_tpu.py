@@ -19,6 +19,7 @@ from xen_moe_jax._mesh import platform, vary_alike
 from xen_moe_jax._primitive import declare_composite
 from xen_moe_jax._shapes import ShapeDtype
 from xen_moe_jax.backends.pallas import hardware
+from xen_moe_jax.experts.hopper import first_order
 from xen_moe_jax.pallas_kernels.grouped_transposed import Tiles, activation_gradients, grouped_transposed
 from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.launch import Launch
@@ -75,6 +76,7 @@ def _forward(config: KernelConfig, rows: Any, weights: Any, group_sizes: Any) ->
 
 def _backward(config: KernelConfig, kept: Any, cotangents: Any) -> tuple[Any, Any, None]:
     rows, weights, group_sizes = kept
+    rows, weights, cotangents = jax.tree.map(first_order, (rows, weights, cotangents))
     return *by_operands(rows, weights, group_sizes, cotangents, config), None
 
 

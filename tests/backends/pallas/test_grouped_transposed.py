@@ -155,6 +155,10 @@ def test_a_layer_has_the_gradients_of_ragged_dot(changes, monkeypatch):
         program = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
         jaxpr = str(jax.make_jaxpr(program)(x, factors, weights))
         assert ("grouped_transposed" in jaxpr) == (grouped_matmul == "auto")
+        if grouped_matmul == "auto":
+            with pytest.raises(NotImplementedError, match="second derivative .* or a TPU.*ragged_dot"):
+                first = jax.grad(lambda x: loss(x, factors, weights)[0])
+                jax.eval_shape(jax.grad(lambda x: jnp.sum(first(x))), x)
         assert ("activation_gradients" in jaxpr) == (grouped_matmul == "auto" and "apply_weights_to" not in changes)
         return jax.jit(program)(x, factors, weights)
 
@@ -173,15 +177,19 @@ def test_a_layer_has_the_gradients_of_ragged_dot(changes, monkeypatch):
     "generation", ["v5e", *(pytest.param(g, marks=pytest.mark.slow) for g in ("v4", "v5p", "v6e", "tpu7x"))]
 )
 def test_a_compiled_layer_copies_no_weights(generation):
-    """With `ragged_dot`'s own gradients XLA makes a transposed copy of every matrix."""
+    """With `ragged_dot`'s own gradients XLA makes a transposed copy of every matrix. Of XLA's passes over rows that
+    the experts have, the forward activation alone is left, and none is as wide as a token."""
     pytest.importorskip("libtpu", reason="compiling for TPU needs libtpu: pip install 'xen-moe-jax[tpu]'")
     pytest.importorskip("flax", reason="the layer's configuration is the Flax layers': pip install 'xen-moe-jax[flax]'")
     from benchmarks.tpu import layer_programs
 
     sizes, width = {"hidden": 1024, "experts": 32, "top_k": 4}, 512
-    copied = {}
+    copied, passes = {}, {}
     for matmul in ("auto", "ragged_dot"):
         text = layer_programs.compile_layer(layer_programs.OWN, generation, None, 512, sizes, width, matmul).as_text()
         copied[matmul] = len(re.findall(r"= bf16\[(?:1,)?4,(?:1024,512|512,1024)\]\S* copy\(", text))
-        assert ("xen_moe_grouped_transposed" in text) == (matmul == "auto")
+        for kernel in ("xen_moe_grouped_transposed", "xen_moe_activation_gradients"):
+            assert (kernel in text) == (matmul == "auto")
+        passes[matmul] = [len(re.findall(rf"= [^=]*bf16\[2560,{n}\][^=]* fusion\(", text)) for n in (1024, width)]
     assert copied["auto"] == 0 < copied["ragged_dot"], copied
+    assert passes["auto"] == [0, 1] and min(passes["ragged_dot"]) > 0, passes

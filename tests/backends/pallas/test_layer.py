@@ -152,6 +152,8 @@ def test_the_floor_of_a_layer():
     core = round(least + 5 + 11, 1)
     assert found["hidden_us"] == core and found["forward_hidden_us"] == round(least + 5 + 11 + 1, 1)
     assert found["in_turn_us"] == round(least + 5 + 11 + 2, 1) and found["goal_us"] == round(1.15 * 12, 1)
+    busy = layer_floor.floor(row | {"hbm_us": {"xen_moe_push": 3.0, "xen_moe_place": 8.0}}, chip, sizes, 64, 64)
+    assert busy["hidden_us"] == round(least + 5 + 18, 1) and busy["kernels_us"] == 18  # HBM is the limit of one of them
     peer = layer_floor.floor(row | {"by_kernel_us": {}}, chip, sizes, 64, 64)
     assert peer["in_turn_us"] == round(least + 5 + 12, 1)
 
