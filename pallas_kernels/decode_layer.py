@@ -35,6 +35,7 @@ from xen_moe_jax.pallas_kernels import decode_routing, peers
 from xen_moe_jax.pallas_kernels.decode_experts import COLUMNS, GROUP, Pieces, Streams, bias_of, rounded_sums
 from xen_moe_jax.pallas_kernels.decode_experts import vmem_bytes as experts_bytes
 from xen_moe_jax.pallas_kernels.decode_routing import AT_ONCE, ROW_BITS, TOKEN_BITS, Sizes, number_of
+from xen_moe_jax.pallas_kernels.decode_sums import decode_sums, lines, places
 from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.order_pairs import SUBLANES
 from xen_moe_jax.pallas_kernels.record import LANES, Record, bits_of, encode, values_of
@@ -131,6 +132,7 @@ class _Layer(Streams):
     back: Link | None
     zero: Any
     flat: bool
+    first_expert: Any = 0
 
     def left(self, i: Any) -> Any:
         return self.refs.rows
@@ -163,7 +165,7 @@ class _Layer(Streams):
         refs, visit = self.refs, self.visit(i)
         first, last = refs.firsts[visit], refs.firsts[visit] + refs.sizes[visit] - 1
         gathered, tokens = self._records(refs.gathered), self._records(refs.tokens)
-        self.await_records(lax.div(refs.experts[visit], self.sizes.of_group) + 1)
+        self.await_records(lax.div(refs.experts[visit] - self.first_expert, self.sizes.of_group) + 1)
 
         @pl.loop(0, refs.counts[visit])
         def _(n: Any) -> None:
@@ -199,14 +201,20 @@ class _Layer(Streams):
             beyond = jnp.zeros((rows.size, LANES - columns.size), jnp.float32)
             return jnp.concatenate([value.astype(jnp.float32), beyond], axis=1).astype(dtype)
 
+        size = refs.sizes[visit]
+
         @pl.loop(0, refs.counts[visit])
         def _(n: Any) -> None:
             rows = pl.ds(pl.multiple_of(n * GROUP, GROUP), GROUP)
             for j in range(self.record.value_rows):
                 word = self._word([rounded(rows, c) for _, c in self._chunks(j)])
                 kept.store(j, first + n * GROUP, word)
+            if self.sizes.cores > 1:
+                self._send_rows(first + n * GROUP, jnp.minimum(size - n * GROUP, GROUP))
 
-        size = refs.sizes[visit]
+        if self.sizes.cores > 1:
+            refs.leaving[0] = refs.leaving[0] + size
+            return
 
         def noted(n: Any, count: Any) -> Any:
             ends = [refs.ends[first + n * AT_ONCE + k] for k in range(AT_ONCE)]
@@ -225,6 +233,29 @@ class _Layer(Streams):
         @pl.loop(many * PAIRS, ended)
         def _(n: Any) -> None:
             self._send([refs.ended[n]])
+
+    def _send_rows(self, first: Any, count: Any) -> None:
+        """Sends rows to their places among the rows of their tokens."""
+        refs, kept, back = self.refs, self._records(self.refs.kept), self.back
+        assert back is not None
+        many = lax.div(count, AT_ONCE)
+
+        def send(first: Any, count: int) -> None:
+            # read before the first DMA starts: the compiler does not move a read before a DMA
+            places = [
+                (number_of(refs.links[first + n], self.sizes.tokens), refs.weight[first + n]) for n in range(count)
+            ]
+            for n, ((source, token, _), place) in enumerate(places):
+                there = place * self.sizes.tokens + token, pl.ds(0, self.record.shape[0])
+                back.start(kept.at(first + n), there, source, SUMS)
+
+        @pl.loop(0, many)
+        def _(n: Any) -> None:
+            send(first + n * AT_ONCE, AT_ONCE)
+
+        @pl.loop(many * AT_ONCE, count)
+        def _(n: Any) -> None:
+            send(first + n, 1)
 
     def _send(self, last: list[Any]) -> None:
         """Adds up the rows of pairs in slot order, of which these are the last ones, and sends the sums to the tokens'
@@ -310,9 +341,12 @@ def _body(
 ) -> None:
     rank = jnp.int32(0) if axes is None else lax.axis_index(axes.names).astype(jnp.int32)
     tokens, ranks = _Records(refs.tokens, record, flat), sizes.ranks
+    core = pl.program_id(0) if sizes.cores > 1 else None
+    place = rank if core is None else rank * sizes.cores + core
+    first_expert = 0 if core is None else core * sizes.experts
 
     def link(target: Any, came: Any) -> Link:
-        return Link(axes, target, refs.sent, came, refs.credits, place=rank)
+        return Link(axes, target, refs.sent, came, refs.credits, place=rank, core=core)
 
     back = None if axes is None else link(refs.sums_back, refs.sums_came)
     meeting = link(refs.routing, refs.routing_came)
@@ -324,18 +358,20 @@ def _body(
     for n in range(min(2, _groups_of(refs.x, refs.given))):
         _given(refs, n).start()
     nothing = jnp.int32(0)
-    layer = _Layer(refs, pieces, activate, nothing, 1, nothing, record, sizes, rank, back, None, flat, scales=scales)
+    layer = _Layer(
+        refs, pieces, activate, nothing, 1, nothing, record, sizes, rank, back, None, flat, first_expert, scales=scales
+    )
     ahead, early = layer.beginning(), min(pieces.ahead, sizes.certain * sum(pieces.slabs(*refs.up.shape[1:])))
     if early:
 
         @pl.loop(0, sizes.certain)
         def _(e: Any) -> None:
-            refs.experts[e] = e
+            refs.experts[e] = e + first_expert
 
         ahead = layer.first_slabs(early, sizes.certain)
 
     _pack(refs, sizes, rank, tokens)
-    decode_routing.put_own(refs, sizes, rank)
+    decode_routing.put_own(refs, sizes, rank, core)
     refs.awaited[0] = 0
     refs.leaving[0] = 0
     meeting.await_peers()
@@ -353,12 +389,14 @@ def _body(
     every_peer(lambda peer: meeting.start(refs.routing.at[rank], rank, peer, ROUTING))
     if axes is not None:
         _send_tokens(refs, sizes, rank, tokens, lambda group: link(refs.tokens, refs.tokens_came.at[group]))
+    if core is not None:
+        _put_places(refs, sizes, rank, core)
     every_peer(lambda source: await_routing(arrivals(refs.routing_came, source)))
-    decode_routing.count(refs, sizes, rank)
+    decode_routing.count(refs, sizes, place)
 
     def one_pass(begin: Any) -> Any:
         end = decode_routing.end_of_pass(refs, sizes, begin)
-        mine = decode_routing.order(refs, sizes, rank, begin, end)
+        mine = decode_routing.order(refs, sizes, place, begin, end, first_expert)
         of_pass = dataclasses.replace(layer, mine=mine, zero=lax.shift_right_logical(mine, 31))
         of_pass.visits(of_pass.more_slabs(begin == 0, early, ahead))
         if axes is not None:
@@ -375,12 +413,21 @@ def _body(
         _add_up(refs, _Records(refs.sums_back, sums_of(record), flat), sizes)
         return
     every_peer(lambda peer: await_routing(refs.sent.at[ROUTING]))
-    every_peer(lambda peer: tokens.wait(decode_routing.returned(refs, sizes, peer), refs.sent.at[TOKENS]))
+    if core is None:
+        every_peer(lambda peer: tokens.wait(decode_routing.returned(refs, sizes, peer), refs.sent.at[TOKENS]))
+    else:  # at once: here nothing is left to hide the turns of further loops
+        left = [decode_routing.returned(refs, sizes, peer) for peer in range(ranks)]
+        tokens.wait(sum(left) - decode_routing.returned(refs, sizes, rank), refs.sent.at[TOKENS])
+
+    came = decode_routing.returned if core is None else decode_routing.returned_rows
 
     @pl.loop(0, ranks)
     def _(source: Any) -> None:
-        tokens.wait(decode_routing.returned(refs, sizes, source), arrivals(refs.sums_came, source))
+        tokens.wait(came(refs, sizes, source), arrivals(refs.sums_came, source))
 
+    if core is not None:  # `decode_sums` adds up
+        meeting.leave()
+        return
     if in_hbm:  # records of tokens are no longer read
         rows = pl.ds(0, record.shape[0])
         dma = pltpu.make_async_copy(refs.sums_back.at[:, rows], refs.tokens.at[:, rows], refs.moved)
@@ -388,6 +435,18 @@ def _body(
         dma.wait()
     _add_up(refs, tokens if in_hbm else _Records(refs.sums_back, record, flat), sizes)
     meeting.leave()
+
+
+def _put_places(refs: Any, sizes: Sizes, rank: Any, core: Any) -> None:
+    """Writes what `decode_sums` must know of this rank's tokens; one core does."""
+
+    @pl.when(core == 0)
+    def _() -> None:
+        slots, weights = (refs.routing[rank, at : at + sizes.top_k] for at in (0, sizes.half))
+        refs.upright[...] = places(slots, weights, sizes.experts * sizes.cores, sizes.ranks)
+        dma = pltpu.make_async_copy(refs.upright, refs.places, refs.moved)
+        dma.start()
+        dma.wait()
 
 
 def _groups_of(rows: Any, buffer: Any) -> int:
@@ -544,16 +603,19 @@ def decode_layer(
         reads the weights as often.
       certain: experts whose weights come before the routing is known, the first ones; at most `L`.
       axes: the ranks; None: tokens and experts are this rank's alone, and sums are not rounded.
-      in_hbm: sums come back into HBM, not VMEM; with axes.
+      launch: with two cores, each has half of the experts, whose number is even, and `kept` and `certain` are of each;
+        with axes.
+      in_hbm: sums come back into HBM, not VMEM; with axes. Rows, which come back to two cores, always do.
 
     Returns:
       `[T, H]` in `x.dtype`, without axes float32.
     """
     tokens, (local, hidden, width) = x.shape[0], up.shape
-    dtype, gated = x.dtype, gate is not None
+    dtype, gated, cores = x.dtype, gate is not None, launch.cores
     record = record_of(hidden, dtype)
     wide, out_dtype = record.hidden, dtype if axes else jnp.dtype(jnp.float32)
-    sizes = Sizes(axes.num_ranks if axes else 1, tokens, topk_idx.shape[0], local, pieces.rows_at_once, kept, certain)
+    ranks, top_k, in_hbm = axes.num_ranks if axes else 1, topk_idx.shape[0], in_hbm or cores > 1
+    sizes = Sizes(ranks, tokens, top_k, local // cores, pieces.rows_at_once, kept, certain, cores)
     operands: dict[str, Any] = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights, "up": up, "down": down}
     if gated:
         operands["gate"] = gate
@@ -571,14 +633,13 @@ def decode_layer(
 
     ups, downs = pieces.buffers(hidden, width)
     most = pieces.rows_at_once
-    came = recv_semaphores(sizes.ranks)
+    came = recv_semaphores(ranks)
     scratch: dict[str, Any] = {
         **sizes.scratch(),
-        "tokens": records(sizes.ranks * tokens),
+        "tokens": records(ranks * tokens),
         "kept": records(sizes.rows + GROUP),
         "gathered": records(GROUP),
         "given": pltpu.VMEM((2, min(tokens, GROUP), hidden), dtype),
-        "total": pltpu.VMEM((2, min(tokens, GROUP), hidden), out_dtype),
         "rows": pltpu.VMEM((most, wide), dtype),
         "ups": slab(ups, min(pieces.depth, hidden), width, up.dtype),
         "downs": slab(downs, min(pieces.width, width), hidden, down.dtype),
@@ -588,35 +649,45 @@ def decode_layer(
         "up_semaphore": pltpu.SemaphoreType.DMA((ups,)),
         "down_semaphore": pltpu.SemaphoreType.DMA((downs,)),
         "given_semaphore": pltpu.SemaphoreType.DMA((2,)),
-        "out_semaphore": pltpu.SemaphoreType.DMA((2,)),
         "sent": pltpu.SemaphoreType.DMA((3,)),
         "routing_came": pltpu.SemaphoreType.DMA((came,)),
         "tokens_came": pltpu.SemaphoreType.DMA((sizes.groups, came)),
         "sums_came": pltpu.SemaphoreType.DMA((came,)),
         "credits": pltpu.SemaphoreType.REGULAR,
     }
-    of_sums = (sizes.ranks * tokens, whole_rows(record), LANES) if axes else (tokens, _whole_sums(record), LANES)
+    of_sums = (ranks * tokens, whole_rows(record), LANES) if axes else (tokens, _whole_sums(record), LANES)
+    if cores == 1:
+        scratch["total"] = pltpu.VMEM((2, min(tokens, GROUP), hidden), out_dtype)
+        scratch["out_semaphore"] = pltpu.SemaphoreType.DMA((2,))
     if not in_hbm:
         scratch["sums_back"] = pltpu.VMEM(of_sums, jnp.int32)
     if gated:
         scratch["gates"] = slab(ups, min(pieces.depth, hidden), width, up.dtype)
         scratch["gate_sum"] = pltpu.VMEM((most, width), jnp.float32)
     outputs = {"out": ((tokens, hidden), out_dtype)} | ({"sums_back": (of_sums, jnp.int32)} if in_hbm else {})
+    if cores > 1:
+        table = (sizes.wide, lines(top_k))
+        scratch["upright"] = pltpu.VMEM(table, jnp.float32)
+        outputs = {"sums_back": ((top_k * tokens, *of_sums[1:]), jnp.int32), "places": (table, jnp.float32)}
     body = functools.partial(_body, pieces=pieces, activate=activate, record=record, sizes=sizes, axes=axes)
     blocks = {name: block for name, (_, block) in (scales or {}).items()}
-    return launch.call(
+    made = launch.call(
         functools.partial(body, blocks=blocks, in_hbm=in_hbm, flat=not launch.interpret),
         functools.partial(types.SimpleNamespace, **_ABSENT),
         [*operands, *outputs, *scratch],
         name="xen_moe_decode_layer",
         remote=axes is not None,
         by_dma=True,
+        shared=cores > 1,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=0,
-            grid=(),
+            grid=(cores,) if cores > 1 else (),
             in_specs=[pl.BlockSpec(memory_space=spaces[name]) for name in operands],
             out_specs=[pl.BlockSpec(memory_space=pltpu.HBM)] * len(outputs),
             scratch_shapes=list(scratch.values()),
         ),
         out_shape=list(outputs.values()),
-    )(*operands.values())[0]
+    )(*operands.values())
+    if cores == 1:
+        return made[0]
+    return decode_sums(*made, record=record, shape=x.shape, dtype=dtype, launch=launch)

@@ -48,6 +48,9 @@ class Sizes:
     most: rows of a visit. kept: rows that there is room for.
     certain: experts that are visited whether they have rows or not, the first ones: their weights are on their way
       before the routing is known.
+    cores: of a rank that share its experts, which are `cores` times `experts`: a core has experts side by side, and
+      the core of the same number of another rank sends it its tokens. With two, rows are not added up here: each leaves
+      for its place among the rows of its token (`by_rank`).
     """
 
     ranks: int
@@ -57,6 +60,7 @@ class Sizes:
     most: int
     kept: int
     certain: int
+    cores: int = 1
 
     @property
     def wide(self) -> int:
@@ -124,29 +128,33 @@ class Sizes:
         own, come = self._windows()
         table, windows = pltpu.SMEM((self.visits,), jnp.int32), pltpu.SMEM((whole(self.rows + AT_ONCE),), jnp.int32)
         merged = {"merged": pltpu.VMEM((self.blocks, 2 * self.half, self.wide), jnp.int32)} if self.beside > 1 else {}
-        return merged | {
-            "routing": pltpu.VMEM((self.ranks, 2 * self.half, self.wide), jnp.int32),
-            "masks": pltpu.VMEM((self.ranks, self.wide, LANES), jnp.int32),
-            "sums": pltpu.VMEM((self.registers, LANES), jnp.float32),
-            "arrived": pltpu.VMEM((SUBLANES, LANES), jnp.float32),
-            "lines": pltpu.VMEM((1, self.lines * self.wide), jnp.int32),
-            "own_row": pltpu.VMEM((1, own), jnp.int32),
-            "come_row": pltpu.VMEM((1, come), jnp.int32),
-            "moved": pltpu.SemaphoreType.DMA,
-            "table": pltpu.SMEM((self.lines * self.wide,), jnp.int32),
-            "own": pltpu.SMEM((own,), jnp.int32),
-            "come": pltpu.SMEM((come,), jnp.int32),
-            "links": windows,
-            "weight": windows,
-            "ends": windows,
-            "ended": pltpu.SMEM((self.most,), jnp.int32),
-            "experts": table,
-            "firsts": table,
-            "counts": table,
-            "sizes": table,
-            "awaited": pltpu.SMEM((1,), jnp.int32),
-            "leaving": pltpu.SMEM((1,), jnp.int32),
-        }
+        masks = {"masks": pltpu.VMEM((self.ranks, self.wide, LANES), jnp.int32)} if self.cores == 1 else {}
+        return (
+            merged
+            | masks
+            | {
+                "routing": pltpu.VMEM((self.ranks, 2 * self.half, self.wide), jnp.int32),
+                "sums": pltpu.VMEM((self.registers, LANES), jnp.float32),
+                "arrived": pltpu.VMEM((SUBLANES, LANES), jnp.float32),
+                "lines": pltpu.VMEM((1, self.lines * self.wide), jnp.int32),
+                "own_row": pltpu.VMEM((1, own), jnp.int32),
+                "come_row": pltpu.VMEM((1, come), jnp.int32),
+                "moved": pltpu.SemaphoreType.DMA,
+                "table": pltpu.SMEM((self.lines * self.wide,), jnp.int32),
+                "own": pltpu.SMEM((own,), jnp.int32),
+                "come": pltpu.SMEM((come,), jnp.int32),
+                "links": windows,
+                "weight": windows,
+                "ends": windows,
+                "ended": pltpu.SMEM((self.most,), jnp.int32),
+                "experts": table,
+                "firsts": table,
+                "counts": table,
+                "sizes": table,
+                "awaited": pltpu.SMEM((1,), jnp.int32),
+                "leaving": pltpu.SMEM((1,), jnp.int32),
+            }
+        )
 
     def _windows(self) -> tuple[int, int]:
         """Words of `own` and `come`."""
@@ -167,12 +175,25 @@ def _move(refs: Any, origin: Any, target: Any) -> None:
     dma.wait()
 
 
-def put_own(refs: Any, sizes: Sizes, rank: Any) -> None:
-    """Puts this rank's routing where it leaves from; writes which tokens go to each rank.
+def by_rank(experts: jax.Array, of_rank: int, ranks: int) -> tuple[jax.Array, jax.Array]:
+    """Returns int32 `[K, N]`: the rank of each slot of int32 `experts [K, N]`, `ranks` where there is none, and the
+    place of each slot among its token's in the order of ranks, those of one rank in slot order."""
+    owner = sum((experts >= r * of_rank).astype(jnp.int32) for r in range(1, ranks + 1))
+    owner = jnp.where(experts >= 0, owner, ranks)
+    slot = lax.broadcasted_iota(jnp.int32, experts.shape, 0)
+    place = jnp.zeros_like(owner)
+    for s in range(experts.shape[0]):
+        other = owner[s : s + 1]
+        place = place + ((other < owner) | ((other == owner) & (slot > s))).astype(jnp.int32)
+    return owner, place
+
+
+def put_own(refs: Any, sizes: Sizes, rank: Any, core: Any) -> None:
+    """Puts this rank's routing where it leaves from; writes which tokens go to each rank, to its core of this number.
 
     `own` then has, for every rank, its tokens in the order of their groups, a word each (`leaving`), and behind these
-    (`returned`) the number of tokens that go to each rank. `masks[r]` has ones in the rows of tokens that go to rank
-    `r`.
+    the number of tokens that go to each rank (`returned`), or of their rows, where rows come back. `masks[r]` has ones
+    in the rows of tokens that go to rank `r`, where sums come back.
     """
     top_k, tokens, wide = sizes.top_k, sizes.tokens, sizes.wide
     refs.routing[rank] = jnp.full((2 * sizes.half, wide), -1, jnp.int32)
@@ -182,17 +203,26 @@ def put_own(refs: Any, sizes: Sizes, rank: Any) -> None:
     experts = refs.routing[rank, :top_k]
     number = lax.broadcasted_iota(jnp.int32, (-(-sizes.ranks // SUBLANES) * SUBLANES, wide), 0)
     least = jnp.full(number.shape, sizes.experts, jnp.int32)
+    rows = jnp.zeros(number.shape, jnp.float32)
+    first = number * sizes.experts if sizes.cores == 1 else (number * sizes.cores + core) * sizes.experts
     for s in range(top_k):
-        local = experts[s : s + 1] - number * sizes.experts
+        local = experts[s : s + 1] - first
         least = jnp.where(local >= 0, jnp.minimum(least, local), least)
+        if sizes.cores > 1:
+            rows = rows + ((local >= 0) & (local < sizes.experts)).astype(jnp.float32)
     hit = least < sizes.experts
-    upright = jnp.transpose(hit.astype(jnp.float32))
     lane = lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
     returned = jnp.zeros((1, LANES), jnp.int32)
+    if sizes.cores > 1:
+        for r in range(sizes.ranks):
+            of_rank = jnp.sum(rows[r : r + 1], axis=1, keepdims=True).astype(jnp.int32)
+            returned = jnp.where(lane == LANES // 2 + r, of_rank, returned)
+    upright = jnp.transpose(hit.astype(jnp.float32)) if sizes.cores == 1 else None
     for r in range(sizes.ranks):
         returned = jnp.where(lane == r, counted(hit[r : r + 1]), returned)
-        goes = jnp.broadcast_to(upright[:, r : r + 1], (wide, LANES)) > 0
-        refs.masks[r] = jnp.where(goes, jnp.int32(-1), jnp.int32(0))
+        if upright is not None:
+            goes = jnp.broadcast_to(upright[:, r : r + 1], (wide, LANES)) > 0
+            refs.masks[r] = jnp.where(goes, jnp.int32(-1), jnp.int32(0))
     refs.own_row[:, sizes.ranks * wide :] = returned
     if sizes.ranks > 1:
         token = lax.broadcasted_iota(jnp.int32, number.shape, 1)
@@ -213,8 +243,13 @@ def leaving(refs: Any, sizes: Sizes, rank: Any, n: Any) -> Any:
 
 
 def returned(refs: Any, sizes: Sizes, rank: Any) -> Any:
-    """Number of this rank's tokens that `rank` has rows of."""
+    """Number of this rank's tokens that `rank`, or its core of this number, has rows of."""
     return refs.own[sizes.ranks * sizes.wide + rank]
+
+
+def returned_rows(refs: Any, sizes: Sizes, rank: Any) -> Any:
+    """Number of rows of this rank's tokens that the core of this number of `rank` has, where there are two."""
+    return refs.own[sizes.ranks * sizes.wide + LANES // 2 + rank]
 
 
 def arriving(refs: Any, group: Any, source: Any) -> Any:
@@ -248,14 +283,14 @@ def _numbers(sizes: Sizes, block: Any) -> tuple[jax.Array, jax.Array]:
     return block * sizes.beside + within, lane - within * sizes.tokens
 
 
-def _local(refs: Any, sizes: Sizes, block: Any, rank: Any) -> jax.Array:
-    """int32 `[K, N]`: this rank's expert of each slot of a block, `-1` for the others."""
-    local = _routing(refs, sizes)[block, : sizes.top_k] - rank * sizes.experts
+def _local(refs: Any, sizes: Sizes, block: Any, place: Any) -> jax.Array:
+    """int32 `[K, N]`: the expert here of each slot of a block, `-1` for the others; `place` as in `count`."""
+    local = _routing(refs, sizes)[block, : sizes.top_k] - place * sizes.experts
     return jnp.where((local >= 0) & (local < sizes.experts), local, -1)
 
 
-def count(refs: Any, sizes: Sizes, rank: Any) -> None:
-    """Counts the slots of all ranks, and the records that come."""
+def count(refs: Any, sizes: Sizes, place: Any) -> None:
+    """Counts the slots of all ranks, and the records that come; `place` numbers this core among those of all ranks."""
     if sizes.beside > 1:
         _merge(refs, sizes)
     refs.sums[...] = jnp.zeros(refs.sums.shape, jnp.float32)
@@ -267,7 +302,7 @@ def count(refs: Any, sizes: Sizes, rank: Any) -> None:
 
     @pl.loop(0, sizes.blocks)
     def _(block: Any) -> None:
-        local = _local(refs, sizes, block, rank)
+        local = _local(refs, sizes, block, place)
         count = jnp.sum(hot(local, sizes.registers), axis=1, keepdims=True)
         refs.sums[...] = jnp.where(column == block, count, refs.sums[...])
         least = jnp.min(jnp.where(local >= 0, local, sizes.experts), axis=0, keepdims=True)
@@ -309,9 +344,9 @@ def _sums(refs: Any, begin: Any, end: Any) -> jax.Array:
     return jnp.where((column >= begin) & (column < end), refs.sums[...], 0.0)
 
 
-def order(refs: Any, sizes: Sizes, rank: Any, begin: Any, end: Any) -> Any:
+def order(refs: Any, sizes: Sizes, place: Any, begin: Any, end: Any, first_expert: Any = 0) -> Any:
     """Makes the tables of the rows of the blocks from `begin` to `end`; returns the number of visits. The certain
-    experts are visited where `begin` is 0."""
+    experts are visited where `begin` is 0. `first_expert` is the rank's number of this core's first expert."""
     totals = jnp.sum(_sums(refs, begin, end), axis=1, keepdims=True)
     refs.come_row[:, sizes.at_experts : sizes.at_experts + sizes.registers] = as_row(totals).astype(jnp.int32)
     _move(refs, refs.come_row.at[0], refs.come)
@@ -320,22 +355,27 @@ def order(refs: Any, sizes: Sizes, rank: Any, begin: Any, end: Any) -> Any:
 
     @pl.loop(begin, end)
     def _(block: Any) -> None:
-        _sort(refs, sizes, block, rank, begin, *begins)
+        _sort(refs, sizes, block, place, begin, *begins)
         _move(refs, refs.lines.at[0], refs.table)
         _write(refs, sizes)
 
-    return _fill_visits(refs, sizes, jnp.where(begin == 0, sizes.certain, 0))
+    return _fill_visits(refs, sizes, jnp.where(begin == 0, sizes.certain, 0), first_expert)
 
 
-def _sort(refs: Any, sizes: Sizes, block: Any, rank: Any, first_block: Any, begin: jax.Array, rest: jax.Array) -> None:
+def _sort(refs: Any, sizes: Sizes, block: Any, place: Any, first_block: Any, begin: jax.Array, rest: jax.Array) -> None:
     """Makes the table of a block: its pairs with rows here, those with most rows first."""
     top_k, wide = sizes.top_k, sizes.wide
-    local = _local(refs, sizes, block, rank)
+    local = _local(refs, sizes, block, place)
     order, begins, rests = placed(local, _sums(refs, first_block, block), block, begin, rest)
     row = jnp.where(order < sizes.most, begins + order, rests + order - sizes.most)
     mine = local >= 0
     last = jnp.max(jnp.where(mine, row, -1), axis=0, keepdims=True)
-    (rows, weights), depth = packed(mine, row, _routing(refs, sizes)[block, sizes.half : sizes.half + top_k])
+    if sizes.cores == 1:
+        weights = _routing(refs, sizes)[block, sizes.half : sizes.half + top_k]
+    else:  # the places to which rows leave stand where weights do
+        experts = _routing(refs, sizes)[block, :top_k]
+        weights = by_rank(experts, sizes.experts * sizes.cores, sizes.ranks)[1]
+    (rows, weights), depth = packed(mine, row, weights)
     source, token = _numbers(sizes, block)
     record = token | (source << TOKEN_BITS)
     following = jnp.concatenate([rows[1:], rows[:1]], axis=0) & ((1 << ROW_BITS) - 1)
@@ -377,12 +417,12 @@ def _write(refs: Any, sizes: Sizes) -> None:
             put(s, n, 1)
 
 
-def _fill_visits(refs: Any, sizes: Sizes, certain: Any) -> Any:
+def _fill_visits(refs: Any, sizes: Sizes, certain: Any, first_expert: Any) -> Any:
     """Writes expert, first row and number of rows of every visit, and how many groups they make; returns the number of
     visits."""
 
     def add(visit: Any, e: Any, at: Any, rows: Any, wanted: Any) -> tuple[Any, Any]:
-        refs.experts[visit] = e
+        refs.experts[visit] = e + first_expert
         refs.firsts[visit] = at
         refs.sizes[visit] = rows
         refs.counts[visit] = lax.shift_right_logical(rows + (GROUP - 1), GROUP.bit_length() - 1)

@@ -99,6 +99,8 @@ class Link:
       send, recv, credits: as `scratch` makes them.
       place: number of this rank among its peers; None: its rank along `axes`.
       ids: rank along `axes` of peer `i`. count: how many peers there are, this rank included; None: all of `axes`.
+      core: number of this core, where both cores of a device run the kernel, each for itself: cores of one number
+        signal one another, and so do DMAs find their semaphores. None: the kernel runs on one core.
     """
 
     axes: peers.Axes | None
@@ -109,6 +111,7 @@ class Link:
     place: Any = None
     ids: Callable[[Any], Any] = _every_rank
     count: int | None = None
+    core: Any = None
 
     @property
     def num_peers(self) -> int:
@@ -140,7 +143,7 @@ class Link:
 
                 @pl.loop(0, self.num_peers, unroll=signals_at_once(self.num_peers))
                 def _(i: Any, semaphore: Any = semaphore) -> None:
-                    pl.semaphore_signal(semaphore, 1, device_id=axes.device_id(self.ids(i)))
+                    pl.semaphore_signal(semaphore, 1, device_id=axes.device_id(self.ids(i)), core_index=self.core)
 
     def start(self, source: Any, at: Any, peer: Any, buffer: Any = 0) -> None:
         """Starts the DMA of `source` to `target[at]` of `peer`; `buffer` numbers the semaphore it leaves by."""

@@ -311,12 +311,19 @@ def one_call(
         )
     layer = decode_layer.Layer(
         RANKS, tokens, model.top_k, model.experts, model.hidden, model.width, chosen.pieces, chosen.kept,
-        chosen.certain, chosen.in_hbm, 2 if scaled is None else 1,
+        chosen.certain, chosen.in_hbm, 2 if scaled is None else 1, chosen.cores,
     )  # fmt: skip
-    visits, records = decode_layer.visits(layer, seed)
-    counted = decode_layer.cycles(program.kernels["xen_moe_decode_layer"], layer, visits, records)
-    time = decode_layer.simulated(layer, chip, known.cores, counted, visits, records)
-    total = time.end + tpu_bundles.xla_cycles(own_operations(program.text)) * 1e6 / chip.clock_hz
+    times, most = [], 0
+    for core in range(chosen.cores):
+        visits, records = decode_layer.visits(layer, seed, core)
+        counted = decode_layer.cycles(program.kernels["xen_moe_decode_layer"], layer, visits, records)
+        times.append(decode_layer.simulated(layer, chip, known.cores, counted, visits, records))
+        most = max(most, *(visit.rows for visit in visits))
+    time = max(times, key=lambda time: time.end)
+    sums = 0.0
+    if chosen.cores > 1:
+        sums = decode_layer.sums_us(program.kernels["xen_moe_decode_sums"], layer, chip)
+    total = time.end + sums + tpu_bundles.xla_cycles(own_operations(program.text)) * 1e6 / chip.clock_hz
     return {
         "one_call": True,
         "wire_us": round(time.wire, 1),
@@ -325,7 +332,8 @@ def one_call(
         "experts_us": round(time.core, 1),
         "back_us": round(time.back, 1),
         "core_us": round(time.busy, 1),
-        "most_rows": max(visit.rows for visit in visits),
+        **({"sums_us": round(sums, 1)} if chosen.cores > 1 else {}),
+        "most_rows": most,
         "slabs_ahead": chosen.pieces.ahead,
         "layer_us": round(total, 1),
         "ratio": round(total / weights_us, 3),

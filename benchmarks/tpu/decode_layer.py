@@ -4,7 +4,8 @@ A timeline is simulated: slabs of weights come one after the other, each as soon
 multiplied when it is there and the slab before it has been; a visit waits for the records of its group of experts,
 which come in the order of groups; sums of a visit go onto the wire when it ends, behind the records. A bundle takes a
 cycle, and a product the longer of its bundles and of its operations at the peak of the matrix units; HBM and the links
-have their public bandwidth, and nothing has a latency.
+have their public bandwidth, and nothing has a latency. Where two cores share the experts, each has a timeline of its
+own, with half of the bandwidths; rows that come back take HBM's time, too, and a second kernel reads them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ STARTS = ("dma.hbm_to_vmem", "dma.general")
 class Layer:
     """Attributes:
     ranks, tokens, top_k, experts, hidden, width: sizes; experts of all ranks.
-    pieces, kept, certain, in_hbm: as the policy chose.
+    pieces, kept, certain, in_hbm, cores: as the policy chose.
     weight_bytes: of an element of the experts' weights.
     """
 
@@ -40,10 +41,12 @@ class Layer:
     certain: int
     in_hbm: bool = False
     weight_bytes: int = 2
+    cores: int = 1
 
     @property
     def local(self) -> int:
-        return self.experts // self.ranks
+        """Experts of a core."""
+        return self.experts // (self.ranks * self.cores)
 
     @property
     def record_bytes(self) -> int:
@@ -56,7 +59,7 @@ class Layer:
         from xen_moe_jax.pallas_kernels.decode_routing import Sizes
 
         most = self.pieces.rows_at_once
-        return Sizes(self.ranks, self.tokens, self.top_k, self.local, most, self.kept, self.certain)
+        return Sizes(self.ranks, self.tokens, self.top_k, self.local, most, self.kept, self.certain, self.cores)
 
     @property
     def routing_bytes(self) -> int:
@@ -72,7 +75,8 @@ class Layer:
 @dataclasses.dataclass(frozen=True)
 class Visit:
     """Attributes:
-    rows: of the visit. depths: number of rows of each pair that its last row ends. off: those of other ranks' tokens.
+    rows: of the visit. depths: number of rows of each pair that its last row ends, or where rows leave one by one, one
+      of each. off: those of other ranks' tokens.
     group: of its expert.
     """
 
@@ -99,15 +103,17 @@ class Records:
     waits_back: int
 
 
-def visits(layer: Layer, seed: int) -> tuple[list[Visit], Records]:
-    """Visits of the busiest rank under uniform routing, and the records that travel."""
+def visits(layer: Layer, seed: int, core: int = 0) -> tuple[list[Visit], Records]:
+    """Visits of a core of the busiest rank under uniform routing, and the records that travel."""
     idx = bundles.random_experts(layer.tokens, layer.ranks, layer.experts, layer.top_k, seed)
-    owner = idx // layer.local
-    busiest = int(np.bincount(owner.ravel(), minlength=layer.ranks).argmax())
+    busiest = int(np.bincount(idx.ravel() // (layer.local * layer.cores), minlength=layer.ranks).argmax())
+    owner, of_core = np.divmod(idx // layer.local, layer.cores)
+    owner = np.where(of_core == core, owner, layer.ranks)
     reached = np.stack([(owner == r).any(2).sum(1) for r in range(layer.ranks)], axis=1)  # [source, destination]
     off = reached * ~np.eye(layer.ranks, dtype=bool)
     most = layer.pieces.rows_at_once
-    slots = [np.argwhere(idx == busiest * layer.local + e)[:, :2] for e in range(layer.local)]  # (source, token)
+    first = (busiest * layer.cores + core) * layer.local
+    slots = [np.argwhere(idx == first + e)[:, :2] for e in range(layer.local)]  # (source, token)
     pieces = [(e, rows[:most]) for e, rows in enumerate(slots) if len(rows) or e < layer.certain]
     pieces += [(e, rows[at : at + most]) for e, rows in enumerate(slots) for at in range(most, len(rows), most)]
     last: dict[tuple[int, int], int] = {}
@@ -118,19 +124,22 @@ def visits(layer: Layer, seed: int) -> tuple[list[Visit], Records]:
     found, of_group = [], layer.sizes.of_group
     for n, (e, rows) in enumerate(pieces):
         ended = [pair for pair, at in last.items() if at == n]
+        if layer.cores > 1:
+            ended, depth = list(map(tuple, rows.tolist())), dict.fromkeys(depth, 1)
         away = sum(source != busiest for source, _ in ended)
         found.append(Visit(len(rows), tuple(depth[pair] for pair in ended), away, e // of_group))
     most = layer.ranks * layer.tokens
     mine = np.where(owner == busiest, idx % layer.local, layer.local).min(2) // of_group  # [source, token]
     by_group = np.stack([(mine == g).sum(1) for g in range(layer.sizes.groups)])
     by_group[:, busiest] = 0
+    back = reached[busiest] if layer.cores == 1 else np.bincount(owner[busiest].ravel(), minlength=layer.ranks + 1)[:-1]
     come = np.cumsum(by_group.sum(1)) / max(by_group.sum(), 1)
     records = Records(
         int(max(off.sum(0).max(), off.sum(1).max())),
         int(off.max()),
         tuple(come.tolist()),
         tuple(int(bundles.waits(counts, most).sum()) for counts in by_group),
-        int(bundles.waits(reached[busiest], most).sum()),
+        int(bundles.waits(back, most).sum()),
     )
     return found, records
 
@@ -198,11 +207,11 @@ def cycles(kernel: Loop, layer: Layer, of: list[Visit], records: Records) -> Cyc
     if not seen_send or not index:
         raise ValueError("no loop that sends records, or none that orders them: the counts are of another kernel")
     rest = float(kernel.bundles)
-    *waiting, add = tail
+    waiting, adding = (tail[:-1], tail[-1:]) if layer.cores == 1 else (tail, [])
     for loop in waiting:  # over ranks, with loops over records inside; or over what is left of groups, which is nothing
         most = max((inner.bundles for inner in loop.inner if not inner.inner), default=0)
         rest += layer.ranks * loop.bundles + most * records.waits_back * len(loop.inner) / batches
-    rest += -(-layer.tokens // 16) * add.bundles
+    rest += -(-layer.tokens // 16) * sum(loop.bundles for loop in adding)
     return Cycles(pack, sending, index, rest, *_of_visits(visit, layer, of, records))
 
 
@@ -250,7 +259,11 @@ def _of_visits(visit: Loop, layer: Layer, of: list[Visit], records: Records) -> 
 
     found: tuple[list[float], ...] = ([], [], [], [], [])
     *arrivals, unpack = visit.inner[:begin]
-    *between, words, note, many, one = visit.inner[middle + 1 :]
+    if layer.cores == 1:
+        *between, words, note, many, one = visit.inner[middle + 1 :]
+    else:
+        *between, words = visit.inner[middle + 1 :]
+        note, (many, one) = None, words.inner
     turns = layer.pieces.slabs(layer.hidden, layer.width)
     whole = layer.hidden // layer.pieces.depth, layer.width // layer.pieces.width
     smaller = layer.hidden % layer.pieces.depth, layer.width % layer.pieces.width
@@ -269,8 +282,9 @@ def _of_visits(visit: Loop, layer: Layer, of: list[Visit], records: Records) -> 
         activation = pieces * behind(visit.inner[begin + 1 : middle], smaller[0], 0)
         after = pieces * behind(between, smaller[1], 1) + groups * words.bundles
         pairs, further = len(v.depths), sum(v.depths) - len(v.depths)
-        after += v.rows / 4 * note.bundles + pairs // PAIRS * many.bundles + pairs % PAIRS * one.bundles
-        after += further * max(inner.bundles for inner in many.inner)
+        after += pairs // PAIRS * many.bundles + pairs % PAIRS * one.bundles
+        if note is not None:
+            after += v.rows / 4 * note.bundles + further * max(inner.bundles for inner in many.inner)
         # a last slab that is smaller stands outside of the loops, and is counted there and as a whole one here
         values = (before, up * whole[0] / turns[0], activation, down * whole[1] / turns[1], after)
         for each, value in zip(found, values, strict=True):
@@ -299,11 +313,16 @@ class Time:
 
 
 def simulated(layer: Layer, chip: Any, cores: int, counted: Cycles, of: list[Visit], records: Records) -> Time:
-    """Runs the timeline.
+    """Runs the timeline of a core.
 
     Args:
       chip: a `topologies.Topology`, of which a device has so many `cores`.
     """
+    if layer.cores > 1:  # each has its part of HBM and of the links
+        hbm, link = chip.hbm_bytes_per_s / layer.cores, chip.link_bytes_per_s / layer.cores
+        chip = dataclasses.replace(chip, hbm_bytes_per_s=hbm, link_bytes_per_s=link)
+    from xen_moe_jax.pallas_kernels.decode_experts import GROUP
+
     us, per_byte = 1e6 / chip.clock_hz, 1e6 / chip.hbm_bytes_per_s
     routing = chip.all_to_all_us((layer.ranks - 1) * layer.routing_bytes, layer.ranks)
     there = chip.all_to_all_us(records.off * layer.record_bytes, layer.ranks)
@@ -355,11 +374,28 @@ def simulated(layer: Layer, chip: Any, cores: int, counted: Cycles, of: list[Vis
             if k == ups - 1:
                 now += counted.between[i] * us
         now += counted.after[i] * us
-        wire = max(wire, now) + chip.all_to_all_us(visit.off * layer.record_bytes, layer.ranks)
-    out = layer.tokens * layer.hidden * 2 * per_byte
-    if layer.in_hbm:  # sums are written there and read
+        leaving = now
+        if layer.cores > 1:  # 16 rows leave at a time, and as many rows come as leave
+            leaving -= counted.after[i] * us * (1 - GROUP / max(visit.rows, GROUP))
+            came += visit.rows * layer.record_bytes * per_byte
+        wire = max(wire, leaving) + chip.all_to_all_us(visit.off * layer.record_bytes, layer.ranks)
+        wire = max(wire, now) if layer.cores > 1 else wire
+    out = layer.tokens * layer.hidden * 2 * per_byte if layer.cores == 1 else 0.0
+    if layer.in_hbm and layer.cores == 1:  # sums are written there and read
         out += 2 * layer.ranks * layer.tokens * layer.record_bytes * per_byte
     end = max(now, wire) + counted.tail * us + out
     back = chip.all_to_all_us(sum(v.off for v in of) * layer.record_bytes, layer.ranks)
     weights = arrivals[-1] if arrivals else 0.0
     return Time(first, arrived[-1], weights, now, wire, end, busy, routing + there + back)
+
+
+def sums_us(kernel: Loop, layer: Layer, chip: Any) -> float:
+    """Microseconds of the kernel that adds up the rows of tokens, where two cores have computed them: the longer of its
+    bundles and of HBM, behind the first block of each core."""
+    (step,) = kernel.inner
+    steps = -(-layer.tokens // 16)
+    of_step = step.bundles + 2 * sum(loop.bundles for loop in step.inner)  # eight tokens a turn
+    core_us = (kernel.bundles + -(-steps // kernel.cores) * of_step) * 1e6 / chip.clock_hz
+    rows_us = layer.tokens * layer.top_k * layer.record_bytes * 1e6 / chip.hbm_bytes_per_s
+    out_us = layer.tokens * layer.hidden * 2 * 1e6 / chip.hbm_bytes_per_s
+    return max(core_us, rows_us + out_us) + rows_us * kernel.cores / steps

@@ -33,9 +33,10 @@ from xen_moe_jax.pallas_kernels.peers import Axes
 
 MOST_ROWS = 96
 """Most rows of a matrix product of a whole layer: sums of 512 columns fill three quarters of the registers."""
-ROWS_OF_ONE_CORE = 80
-"""Most rows of a matrix product with which the matrix units of one core of two keep up with HBM (v5p: 83). Weights of
-one byte, of which HBM gives twice as many and which are converted, need both cores."""
+ROWS_OF_ONE_CORE = 64
+"""Most rows of a matrix product that one core of two multiplies beside its other work while HBM gives the weights. Its
+matrix units alone would need as long as HBM for 83 rows, on v5p. Weights of one byte, of which HBM gives twice as many
+and which are converted, are left to `decode_experts`."""
 MOST_AHEAD, LEAST_AHEAD = 96, 2
 """Slabs of weights that travel while a layer's rows do, at most and at least."""
 LEAST_KEPT = 512
@@ -207,6 +208,7 @@ def _lowered_layer(
             chosen.vmem_limit_bytes,
             0 if axes is None else barriers.collective_id(axes, None, config),
             hardware.interpret(config),
+            chosen.cores,
         ),
     )
     return (out[:tokens],)
@@ -225,6 +227,7 @@ class LayerPieces(NamedTuple):
     Attributes:
       kept: rows that there is room for. certain: experts whose weights come before the routing is known.
       in_hbm: sums come back into HBM.
+      cores: that share a rank's experts; with two, `kept` and `certain` are of each.
     """
 
     pieces: Pieces
@@ -232,17 +235,18 @@ class LayerPieces(NamedTuple):
     certain: int
     vmem_limit_bytes: int
     in_hbm: bool
+    cores: int = 1
 
 
 def layer_pieces(
-    limit: int, cores: int, ranks: int, slots: tuple[int, int], matrices: Matrices, part: int = 1
+    limit: int, chip_cores: int, ranks: int, slots: tuple[int, int], matrices: Matrices, part: int = 1
 ) -> LayerPieces | None:
     """Returns pieces with as many slabs on their way as `limit` bytes of VMEM allow; None where not even
-    `LEAST_AHEAD` do, where tables do not fit SMEM, and where two cores are needed for so many rows: this kernel runs on
-    one.
+    `LEAST_AHEAD` do, where tables do not fit SMEM, and where two cores are needed for so many rows and cannot share the
+    experts.
 
     Args:
-      cores: of the chip.
+      limit: of one core. chip_cores: of the chip.
       slots: tokens of a rank, and slots of a token.
       part: ranks that the slots of these tokens are divided among, where every rank has the tokens.
     """
@@ -252,23 +256,25 @@ def layer_pieces(
         return None
     mean = tokens * top_k / (local * part)
     rows = min(-(-int(mean + 2 * math.sqrt(mean)) // GROUP) * GROUP, MOST_ROWS)
-    if cores > 1 and (rows > ROWS_OF_ONE_CORE or matrices.scaled is not None):
+    cores = chip_cores if rows > ROWS_OF_ONE_CORE else 1
+    if cores > 1 and (local % cores or ranks == 1) or chip_cores > 1 and matrices.scaled is not None:
         return None
+    local = local // cores
     record, reserved = record_of(hidden, matrices.dtype), matrices.bytes_beside(hidden)
-    for room, in_hbm, size in itertools.product(ROOM, (False, True), (512, 256, 128)):
+    for room, in_hbm, size in itertools.product(ROOM, (True,) if cores > 1 else (False, True), (512, 256, 128)):
         if in_hbm and ranks == 1:
             continue
-        kept = max(int(room * tokens * top_k), LEAST_KEPT)
+        kept = max(int(room * tokens * top_k) // cores, LEAST_KEPT)
         slabs = Pieces(2 * rows, rows, slab_rows(hidden, size), slab_rows(width, size))
         each = sum(slabs.slabs(hidden, width))
         for ahead in range(min(MOST_AHEAD, local * each - 1), LEAST_AHEAD - 1, -1):
             pieces = dataclasses.replace(slabs, ahead=ahead)
             certain = min(-(-ahead // each), int(IDLE_EXPERTS * local * math.exp(min(mean, 20.0))))
-            sizes = Sizes(ranks, tokens, top_k, local, pieces.rows_at_once, kept, certain)
+            sizes = Sizes(ranks, tokens, top_k, local, pieces.rows_at_once, kept, certain, cores)
             inside = vmem_bytes(
                 pieces, record, sizes, matrices.shape, matrices.gated, in_hbm=in_hbm, of_weights=matrices.weight_bytes
             )
             need = reserved + inside
             if need + need // 16 <= limit and sizes.smem_bytes() <= hardware.SMEM_BUDGET:
-                return LayerPieces(pieces, kept, certain, need + need // 16, in_hbm)
+                return LayerPieces(pieces, kept, certain, need + need // 16, in_hbm, cores)
     return None

@@ -20,6 +20,8 @@ from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.peers import Axes
 
 LOCAL = 3
+SAME_CORE = 0
+"""Seed of the interpreter with which step 0 of a grid of two runs on core 0, and step 1 on core 1."""
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +30,7 @@ def kernels_are_clean(capfd):
         yield
 
 
-def by_numpy(x, idx, factors, weights, biases, rounded, ranks, as_sums=False):
+def by_numpy(x, idx, factors, weights, biases, rounded, ranks, as_sums=False, local=LOCAL):
     """`[R, T, H]`: rows through their experts, summed in slot order on each rank, then over ranks in their order; with
     `as_sums`, sums are not rounded."""
 
@@ -42,7 +44,7 @@ def by_numpy(x, idx, factors, weights, biases, rounded, ranks, as_sums=False):
         for rank in range(ranks):
             total = np.zeros_like(row)
             for e, factor in zip(idx[source, token], factors[source, token], strict=True):
-                if e >= 0 and e // LOCAL == rank:
+                if e >= 0 and e // local == rank:
                     gate = project(row, "gate", e) if "gate" in weights else None
                     activation = rounded(np.asarray(product(gate, project(row, "up", e))))
                     total += project(activation, "down", e) * factor
@@ -62,17 +64,24 @@ CASES = {
         "tokens": 8, "hidden": 128, "width": 128, "routing": "one", "kept": 30, "in_hbm": True,
     },
     "no rows at all": {"tokens": 8, "hidden": 128, "width": 128, "routing": "none"},
+    "two cores": {"tokens": 32, "hidden": 256, "width": 192, "routing": "uniform", "ranks": 2, "local": 4, "cores": 2},
+    "two cores, all rows of a token on one rank": {
+        "tokens": 5, "hidden": 320, "width": 128, "routing": "own", "ranks": 2, "local": 4, "cores": 2, "biased": True,
+    },
+    "two cores, passes of some sources, weights that come early": {
+        "tokens": 8, "hidden": 128, "width": 128, "routing": "one", "ranks": 2, "local": 4, "cores": 2, "kept": 30, "certain": 1,
+    },
 }  # fmt: skip
 
 
-def routing(kind, rng, ranks, tokens, top_k):
-    experts = ranks * LOCAL
+def routing(kind, rng, ranks, tokens, top_k, local=LOCAL):
+    experts = ranks * local
     idx = np.argsort(rng.random((ranks, tokens, experts)), axis=2)[..., :top_k]
     if kind == "one":
         idx = np.where(np.arange(top_k) == 1, 4, np.where(idx == 4, -1, idx))
     elif kind == "own":  # all experts of one rank: three rows in slot order
         rank = rng.integers(0, ranks, (ranks, tokens, 1))
-        idx = rank * LOCAL + np.argsort(rng.random((ranks, tokens, LOCAL)), axis=2)
+        idx = rank * local + np.argsort(rng.random((ranks, tokens, local)), axis=2)[..., :top_k]
     elif kind == "unused":
         idx = np.where(rng.random(idx.shape) < 0.5, -1, idx)
     elif kind == "none":
@@ -84,19 +93,24 @@ def routing(kind, rng, ranks, tokens, top_k):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer(name, dtype, mode):
-    case, ranks, top_k = CASES[name], 4, 3
+    case, top_k = CASES[name], 3
+    ranks = case.get("ranks", 4)
     tokens, hidden, width = (case[key] for key in ("tokens", "hidden", "width"))
+    local, cores = case.get("local", LOCAL), case.get("cores", 1)
     rng = np.random.default_rng(5)
-    idx = routing(case["routing"], rng, ranks, tokens, top_k)
+    idx = routing(case["routing"], rng, ranks, tokens, top_k, local)
     factors = rng.integers(1, 4, idx.shape).astype(np.float32) / 2
     x = whole_numbers(rng, ranks, tokens, hidden)
     names = ("gate", "up", "down") if case.get("gated", True) else ("up", "down")
     shapes = {"gate": (hidden, width), "up": (hidden, width), "down": (width, hidden)}
-    weights = {n: whole_numbers(rng, ranks * LOCAL, *shapes[n]) / 64 for n in names}
+    weights = {n: whole_numbers(rng, ranks * local, *shapes[n]) / 64 for n in names}
     biased = case.get("biased", False)
-    biases = {n: whole_numbers(rng, ranks * LOCAL, shapes[n][1]) / 4 for n in names} if biased else None
+    biases = {n: whole_numbers(rng, ranks * local, shapes[n][1]) / 4 for n in names} if biased else None
     rounded = bfloat16 if dtype == "bfloat16" else np.asarray
-    expected = by_numpy(x, idx, factors, weights, biases, rounded, ranks)
+    expected = by_numpy(x, idx, factors, weights, biases, rounded, ranks, local=local)
+    how = pltpu.InterpretParams(
+        dma_execution_mode=mode, detect_races=True, num_cores_or_threads=cores, random_seed=SAME_CORE
+    )
 
     pieces = Pieces(rows_at_once=32, rows=16, depth=128, width=128, ahead=3)
     kernel = functools.partial(
@@ -107,7 +121,7 @@ def test_a_layer(name, dtype, mode):
         certain=case.get("certain", 0),
         in_hbm=case.get("in_hbm", False),
         axes=Axes(("ep",), (ranks,)),
-        launch=Launch(1, collective_id=7, interpret=pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True)),
+        launch=Launch(1, collective_id=7, interpret=how, cores=cores),
     )
 
     def body(x, idx, factors, given, biases):
