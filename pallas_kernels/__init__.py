@@ -14,6 +14,7 @@
 | `pack_tokens`, `index_tokens`, `order_tokens` | few tokens: packing, indexing, and the tables of a combine |
 | `decode_experts` | few rows an expert: all experts' MLPs, while weights stream through VMEM |
 | `decode_layer`, `decode_routing` | few tokens: a whole layer, tokens to experts and back, and its tables |
+| `decode_sums` | the end of such a layer on two cores: a token's rows become its sum |
 | `forward` | records from another slice -> staging of the ranks of this slice |
 | `exchange` | one remote DMA per peer over contiguous runs; synchronous, or as start and done |
 """

@@ -14,6 +14,9 @@ Who waits: ranks announce themselves as `peers` says. A visit waits for the reco
 semaphores of their own. A sum lies where its pair's last row was, which nothing else reads; a further pass waits until
 the sums of the one before it have left. Where VMEM is short sums come back into HBM, and are read when all have come.
 
+Two cores share a rank's experts where one could not keep up with HBM. Each runs this kernel with half of them, and
+reaches the cores of its number alone. It sends rows, not sums, to their places in HBM, and `decode_sums` adds them up.
+
 A record here has no header, and takes whole registers: `whole` rows of 128 words, of which the first ones travel.
 """
 

@@ -19,7 +19,8 @@ class Launch:
     vmem_limit_bytes: VMEM that the compiler may use; None is its default.
     collective_id: number of the barrier semaphore of kernels that reach other ranks.
     interpret: False, or the argument of `pallas_call(interpret=)`.
-    cores: TensorCores that share a device (v4 and v5p: two); kernels that reach other ranks use one.
+    cores: TensorCores that share a device (v4 and v5p: two); kernels that reach other ranks use one,
+      but for `decode_layer`.
     """
 
     block: int

@@ -68,8 +68,9 @@ CASES = {
     "two cores, all rows of a token on one rank": {
         "tokens": 5, "hidden": 320, "width": 128, "routing": "own", "ranks": 2, "local": 4, "cores": 2, "biased": True,
     },
-    "two cores, passes of some sources, weights that come early": {
-        "tokens": 8, "hidden": 128, "width": 128, "routing": "one", "ranks": 2, "local": 4, "cores": 2, "kept": 30, "certain": 1,
+    "two cores, several passes": {
+        "tokens": 8, "hidden": 128, "width": 128, "routing": "one", "ranks": 2, "local": 4, "cores": 2, "kept": 30,
+        "certain": 1,
     },
 }  # fmt: skip
 
