@@ -693,4 +693,4 @@ def decode_layer(
     )(*operands.values())
     if cores == 1:
         return made[0]
-    return decode_sums(*made, record=record, shape=x.shape, dtype=dtype, launch=launch)
+    return decode_sums(*made, record=record, shape=(tokens, hidden), dtype=dtype, launch=launch)

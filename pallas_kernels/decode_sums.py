@@ -63,7 +63,7 @@ def places(experts: jax.Array, weights: jax.Array, of_rank: int, ranks: int) -> 
 
 
 def _body(refs: Any, *, record: Record, flat: bool) -> None:
-    top_k, size, rows, _ = refs.rows.shape
+    top_k, size, rows = refs.rows.shape[:3]
     count = SUBLANES if size % SUBLANES == 0 else size
 
     # a register of tokens in a turn: the weights and masks of their places stay in registers
