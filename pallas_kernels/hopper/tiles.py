@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 ROW_ALIGNMENT = 8
 """TMA boxes of swizzled tiles begin at rows that are multiples of this."""
@@ -90,71 +89,27 @@ def up_to_each(values: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where((each <= at) & (at < num), values, 0), axis=1)
 
 
-def in_one_kernel() -> bool:
-    """True if programs that are traced here run on a GPU, where a table is one small kernel instead of XLA's three."""
-    return jax.default_backend() == "gpu"
-
-
 def row_tiles(group_sizes: jax.Array, capacity: int, tile_m: int) -> tuple[jax.Array, jax.Array]:
     """Cuts the groups' rows into tiles.
 
     Returns:
       int32 `[4, N]`: of each tile its group, its first row (a multiple of 8), how many rows to leave out at the
       beginning, and the end of the valid rows, counted from its first. `N` is the most tiles that any groups of
-      `capacity` rows can need. And int32 `[L + 1]`: for each group how many tiles there are up to it, then a zero, with
-      which `claims` count.
+      `capacity` rows can need. And `up_to_each` group, how many tiles there are, int32 `[L + 1]`.
     """
     num_groups = group_sizes.shape[0]
-    most = pl.cdiv(capacity, tile_m) + num_groups - 1
-    width = max(16, pl.next_power_of_2(num_groups))
-    at_once = max(16, min(64, 8192 // width))
-    sizes = group_sizes.astype(jnp.int32)
-
-    def kernel(sizes_ref: Any, facts_ref: Any, up_to_ref: Any) -> None:
-        each = jnp.arange(width, dtype=jnp.int32)
-        sizes = plt.load(sizes_ref.at[pl.ds(0, width)], mask=each < num_groups, other=0)
-        tiles, up_to, of_group = _tiles_of(sizes, tile_m)
-        index = pl.program_id(0) * at_once + jnp.arange(at_once, dtype=jnp.int32)
-        for number, fact in enumerate(_facts(index[:, None], each, tiles, up_to, of_group, tile_m)):
-            at = facts_ref.at[pl.ds(number, 1), pl.ds(pl.program_id(0) * at_once, at_once)]
-            plt.store(at, fact[None, :], mask=(index < most)[None, :])
-
-        @pl.when(pl.program_id(0) == 0)
-        def _() -> None:
-            plt.store(up_to_ref.at[pl.ds(0, width)], up_to, mask=each < num_groups)
-            plt.store(up_to_ref.at[pl.ds(num_groups, 1)], jnp.zeros(1, jnp.int32))
-
-    if in_one_kernel():
-        facts, up_to = pl.pallas_call(
-            kernel,
-            out_shape=[
-                jax.ShapeDtypeStruct((4, most), jnp.int32, manual_axis_type=jax.typeof(sizes).manual_axis_type),
-                jax.ShapeDtypeStruct((num_groups + 1,), jnp.int32, manual_axis_type=jax.typeof(sizes).manual_axis_type),
-            ],
-            grid=(pl.cdiv(most, at_once),),
-            compiler_params=plt.CompilerParams(num_warps=4),
-            name="xen_moe_row_tiles",
-        )(sizes)
-        return facts, up_to
-    each, index = jnp.arange(num_groups, dtype=jnp.int32), jnp.arange(most, dtype=jnp.int32)
-    tiles, up_to, of_group = _tiles_of(sizes, tile_m)
-    return jnp.stack(_facts(index[:, None], each, tiles, up_to, of_group, tile_m)), jnp.append(up_to, 0)
-
-
-def _tiles_of(sizes: jax.Array, tile_m: int) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    """Returns each group's tiles, those up to and including it, and its first row, the same rounded down, its end."""
-    sizes = jnp.maximum(sizes, 0)
-    ends = jnp.cumsum(sizes, dtype=jnp.int32)
+    sizes = jnp.maximum(group_sizes.astype(jnp.int32), 0)
+    ends = up_to_each(sizes)[:num_groups]
     starts = ends - sizes
     aligned = starts // ROW_ALIGNMENT * ROW_ALIGNMENT
-    tiles = jnp.where(sizes > 0, (ends - aligned + tile_m - 1) // tile_m, 0)
-    return tiles, jnp.cumsum(tiles, dtype=jnp.int32), (starts, aligned, ends)
-
-
-def _facts(index: jax.Array, each: Any, tiles: Any, up_to: Any, of_group: Any, tile_m: int) -> list[jax.Array]:
-    """Returns four facts of the tiles of `index [n, 1]`, each a sum over the groups of which one has the tile."""
-    starts, aligned, ends = of_group
-    first = aligned + (index - (up_to - tiles)) * tile_m
-    has = (index >= up_to - tiles) & (index < up_to)
-    facts = (each + 0 * index, first, jnp.maximum(starts - first, 0), ends - first)
-    return [jnp.sum(jnp.where(has, fact, 0), axis=1, dtype=jnp.int32) for fact in facts]
+    tiles = jnp.where(sizes > 0, pl.cdiv(ends - aligned, tile_m), 0)
+    up_to = up_to_each(tiles)
+    last_tile = up_to[:num_groups]
+    most = pl.cdiv(capacity, tile_m) + num_groups - 1
+    index = jnp.arange(most, dtype=jnp.int32)[:, None]
+    first_tile = last_tile - tiles
+    first = aligned + (index - first_tile) * tile_m
+    groups = jnp.broadcast_to(jnp.arange(num_groups, dtype=jnp.int32), first.shape)
+    facts = jnp.stack([groups, first, jnp.maximum(starts - first, 0), ends - first])
+    # of one group each: a sum, since gathers would be kernels of their own
+    return jnp.sum(jnp.where((index >= first_tile) & (index < last_tile), facts, 0), axis=-1), up_to

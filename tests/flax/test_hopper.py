@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export, lax
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mosaic_gpu
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -22,7 +21,6 @@ from tests.support import hopper_kernels, plain_hopper
 from xen_moe_jax import _overlap
 from xen_moe_jax.experts import grouped_matmul, hopper
 from xen_moe_jax.pallas_kernels.hopper import contraction
-from xen_moe_jax.pallas_kernels.hopper import tiles as hopper_tiles
 from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
 from xen_moe_jax.pallas_kernels.hopper.rows import activated_rows, rows_by_weights
@@ -53,18 +51,6 @@ def test_every_row_of_a_group_is_in_one_tile(sizes, tile_m):
         seen[rows] = group[tile]
     np.testing.assert_array_equal(seen[: sum(sizes)], np.repeat(np.arange(len(sizes)), sizes))
     assert (seen[sum(sizes) :] == -1).all() and total <= group.size
-
-
-@pytest.mark.parametrize("sizes", [(70, 0, 131, 37), (0, 0, 0), (1,) * 40, (3,) * 130 + (900,)])
-def test_the_kernel_of_the_tables(sizes, monkeypatch):
-    """One small kernel on a GPU, interpreted: the numbers of XLA's tables."""
-    tables = functools.partial(row_tiles, jnp.asarray(sizes, jnp.int32), sum(sizes) + 13, 64)
-    expected = tables()
-    launch = pl.pallas_call
-    monkeypatch.setattr(hopper_tiles, "in_one_kernel", lambda: True)
-    monkeypatch.setattr(pl, "pallas_call", lambda *given, **options: launch(*given, interpret=True, **options))
-    for ours, theirs in zip(tables(), expected, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
 
 
 def operands():
