@@ -255,7 +255,7 @@ def layer_pieces(
     if ranks > all_gather_dispatch.GATHERED_RANKS:
         return None
     mean = tokens * top_k / (local * part)
-    rows = min(-(-int(mean + 2 * math.sqrt(mean)) // GROUP) * GROUP, MOST_ROWS)
+    rows = min(max(1, -(-int(mean + 2 * math.sqrt(mean)) // GROUP)) * GROUP, MOST_ROWS)
     cores = chip_cores if rows > ROWS_OF_ONE_CORE else 1
     if cores > 1 and (local % cores or ranks == 1) or chip_cores > 1 and matrices.scaled is not None:
         return None

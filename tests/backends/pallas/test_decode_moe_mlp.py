@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
 from tests.support import interpreter
+from xen_moe_jax.experts import tpu_decode, tpu_decode_layer
+from xen_moe_jax.pallas_kernels.decode_experts import GROUP
 
 KERNEL = xm.KernelConfig(backend="pallas", interpret=True)
 RANKS, TOKENS, EXPERTS, TOP_K, HIDDEN, WIDTH = 4, 6, 10, 2, 144, 96
@@ -96,3 +98,20 @@ def test_arguments_are_checked_as_a_dispatch_checks_them():
         jax.make_jaxpr(program(KERNEL))(x, factors, weights, biases, idx.astype(jnp.float32))
     with pytest.raises(ValueError, match="topk_weights"):
         jax.make_jaxpr(program(KERNEL))(x, factors[..., :1], weights, biases, idx)
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "local"), [(1, 8, 64), (1, 1, 1), (8, 1, 256), (128, 8, 16)])
+def test_every_visit_has_room_for_rows(tokens, top_k, local):
+    """Also where far fewer rows come than there are experts."""
+    matrices = tpu_decode.Matrices((local, 1024, 512), "bfloat16", True, False, None)
+    chosen = tpu_decode_layer.layer_pieces(2**27, 1, 8, (tokens, top_k), matrices)
+    assert chosen is not None and chosen.pieces.rows % GROUP == 0 < chosen.pieces.rows <= chosen.pieces.rows_at_once
+
+
+@pytest.mark.parametrize(("local", "cores"), [(16, 2), (15, None)])
+def test_two_cores_share_an_even_number_of_experts(local, cores):
+    matrices = tpu_decode.Matrices((local, 1024, 512), "bfloat16", True, False, None)
+    chosen = tpu_decode_layer.layer_pieces(2**26, 2, 8, (128, 8), matrices)
+    assert (chosen and chosen.cores) == cores
+    few = tpu_decode_layer.layer_pieces(2**26, 2, 8, (32, 8), matrices)
+    assert few is not None and few.cores == 1, "one core keeps up"
