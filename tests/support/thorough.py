@@ -25,6 +25,10 @@ THOROUGH = (
     "backends/pallas/test_decode_layer.py::test_a_layer[two cores, several passes-bfloat16-eager]",
     "backends/pallas/test_decode_moe_mlp.py::test_counts_come_from_a_dispatch_and_its_experts_are_a_kernel",
     "backends/pallas/test_grouped_transposed.py::test_a_layer_has_the_gradients_of_ragged_dot[{'activation': 'relu2'}]",
+    "backends/pallas/test_grouped_transposed.py::test_kernels_compile[v4]",
+    "backends/pallas/test_grouped_transposed.py::test_kernels_compile[v5e]",
+    "backends/pallas/test_grouped_transposed.py::test_kernels_compile[v5p]",
+    "backends/pallas/test_grouped_transposed.py::test_kernels_compile[v6e]",
     "flax/test_tpu_decode.py::test_the_same_layer_as_with_grouped_matmuls[replicated tokens]",
     # faults planted in kernels under tools/tpu_check.py: 20 to 50 s each; the search for them stays in `make test`
     "tools/test_tpu_check.py::test_a_kernel_that_hangs_is_named_with_its_semaphore",

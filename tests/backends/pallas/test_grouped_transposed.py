@@ -29,6 +29,7 @@ SIZES = {
     "the last experts have none": (0, 40, 0, 0),
 }
 ROWS, DEPTH = 512, 256
+KERNELS = {"grouped_transposed", "activation_gradients"}
 INTERPRETED = xm.KernelConfig(backend="pallas", interpret=True)
 
 
@@ -193,3 +194,29 @@ def test_a_compiled_layer_copies_no_weights(generation):
         passes[matmul] = [len(re.findall(rf"= [^=]*bf16\[2560,{n}\][^=]* fusion\(", text)) for n in (1024, width)]
     assert copied["auto"] == 0 < copied["ragged_dot"], copied
     assert passes["auto"] == [0, 1] and min(passes["ragged_dot"]) > 0, passes
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("generation", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
+def test_kernels_compile(generation):
+    """Both kernels at DeepSeek-V3's sizes, with the tiles of this chip: they fit its VMEM."""
+    pytest.importorskip("libtpu", reason="compiling for TPU needs libtpu: pip install 'xen-moe-jax[tpu]'")
+    from benchmarks.tpu import topologies
+
+    local, rows, hidden, width = 4, 4096, 7168, 2048
+    mesh = topologies.mesh(generation)
+
+    def shape(*sizes, dtype=jnp.bfloat16):
+        sharding = jax.NamedSharding(mesh, P("ep"))
+        return jax.ShapeDtypeStruct((mesh.size * sizes[0], *sizes[1:]), dtype, sharding=sharding)
+
+    def gradients(by_x, by_y, gate, up, down, sizes, factors):
+        (by_rows,) = on_tpu._transposed_p.bind(by_x, by_x, gate, up, sizes, config=on_tpu.DEFAULT)
+        return by_rows, on_tpu.behind_activation(by_y, down, (by_x, by_x), factors, sizes, Activation("swiglu"))
+
+    mapped = jax.shard_map(gradients, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
+    into, out = shape(local, hidden, width), shape(local, width, hidden)
+    operands = shape(rows, width), shape(rows, hidden), into, into, out
+    sizes, factors = shape(local, dtype=jnp.int32), shape(rows, dtype=jnp.float32)
+    text = jax.jit(mapped).trace(*operands, sizes, factors).lower(lowering_platforms=("tpu",)).compile().as_text()
+    assert set(re.findall(r"%xen_moe_(\w+?)(?:\.\d+)? = .*tpu_custom_call", text)) == KERNELS
