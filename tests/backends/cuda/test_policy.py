@@ -46,11 +46,12 @@ def test_index_groups_split_a_group_further():
 @pytest.mark.parametrize("plan", [schedules.dispatch, schedules.combine], ids=["dispatch", "combine"])
 def test_every_schedule_fits(plan):
     """Roles fit in the blocks, parts in the row, and positions in a block's shared memory."""
-    for tokens, sms, hidden, ranks in itertools.product(
-        (1, 7, 128, 4096), (1, 2, 8, 64, 132), (8, 512, 7168), (1, 4, 16)
+    wires = (None, Wire("float8_e4m3fn"), Wire("mxfp4"))
+    for tokens, sms, hidden, ranks, wire in itertools.product(
+        (1, 7, 128, 4096), (1, 2, 8, 64, 132), (8, 512, 7168), (1, 4, 16), wires
     ):
         for layout in ("grouped", "ranked", "padded"):
-            schedule = plan(spec(tokens, ranks, layout), hidden, xm.KernelConfig(num_sms=sms), 132)
+            schedule = plan(spec(tokens, ranks, layout), hidden, xm.KernelConfig(num_sms=sms), 132, wire=wire)
             assert schedule.blocks == sms
             assert 1 <= schedule.push_blocks <= sms and 1 <= schedule.layout_blocks <= sms
             assert schedule.parts == 1 or schedule.parts * schedules.MIN_PART_ELEMENTS <= hidden

@@ -36,7 +36,7 @@ def combine(
     hidden = y.shape[-1]
     low_latency = schedules.use_low_latency(spec, hidden, y.dtype, config, wire=wire, combine=True)
     config = schedules.for_async(config, low_latency=low_latency) if start else config
-    schedule = schedules.combine(spec, hidden, config, devices.num_sms(mesh), low_latency=low_latency)
+    schedule = schedules.combine(spec, hidden, config, devices.num_sms(mesh), wire=wire, low_latency=low_latency)
     attrs = attributes(
         spec,
         hidden,

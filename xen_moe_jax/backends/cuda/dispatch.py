@@ -45,9 +45,7 @@ def dispatch(
     hidden = x.shape[1]
     low_latency = schedules.use_low_latency(spec, hidden, x.dtype, config, wire=wire)
     config = schedules.for_async(config, low_latency=low_latency) if start else config
-    schedule = schedules.dispatch(
-        spec, hidden, config, devices.num_sms(mesh), quantizes=wire is not None, low_latency=low_latency
-    )
+    schedule = schedules.dispatch(spec, hidden, config, devices.num_sms(mesh), wire=wire, low_latency=low_latency)
     if start:
         schedule = dataclasses.replace(schedule, bulk=schedules.bulk(spec, config, wire, low_latency=low_latency))
     attrs = attributes(
@@ -74,7 +72,7 @@ def redispatch(
     mesh = _mesh.lowering_mesh()
     x, original = _copied(x)
     hidden = x.shape[1]
-    schedule = schedules.dispatch(spec, hidden, config, devices.num_sms(mesh), quantizes=wire is not None)
+    schedule = schedules.dispatch(spec, hidden, config, devices.num_sms(mesh), wire=wire)
     attrs = attributes(
         spec,
         hidden,

@@ -20,7 +20,7 @@ from xen_moe_jax.backends.cuda import module
 
 DEFAULT_SMS = 64
 QUANTIZING_SMS = 96
-"""SMs of a dispatch that quantizes a large batch: arithmetic, not the link, limits it."""
+"""SMs of an operation that quantizes a large batch: arithmetic, not the link, limits it."""
 ASYNC_SMS = 24
 """SMs of an asynchronous operation: it takes every SM from the work that runs beside it."""
 SPARE_SMS = 36
@@ -224,21 +224,21 @@ def _solo_segment(spec: Spec) -> int | None:
 
 
 def dispatch(
-    spec: Spec, hidden: int, config: KernelConfig, sms: int, *, quantizes: bool = False, low_latency: bool = False
+    spec: Spec, hidden: int, config: KernelConfig, sms: int, *, wire: Wire | None = None, low_latency: bool = False
 ) -> Schedule:
     """Schedules a dispatch: a few blocks saturate the link (8 reach 98% of it on an H200); the remaining blocks place
-    rows. Quantizing takes more.
+    rows. Quantizing takes more, and MXFP4, with half of the bytes of fp8, more yet.
 
     `low_latency`: by the low-latency kernels (`use_low_latency`).
     """
     if low_latency:
         return _low_latency(spec, config, sms, combine=False)
     small = spec.num_tokens <= SMALL_TOKENS
-    count = blocks(config, sms, QUANTIZING_SMS if quantizes and not small else DEFAULT_SMS)
+    count = blocks(config, sms, QUANTIZING_SMS if wire and not small else DEFAULT_SMS)
     if small:
         push = count // 2
     elif count >= 48:
-        push = min(24, count * 3 // 8) if quantizes else 12
+        push = min(48 if wire.is_mxfp4 else 24, count * 3 // 8) if wire else 12
     else:
         push = min(8, count // 2)
     push = _within(_tuning.push_blocks or push, count)
@@ -254,15 +254,18 @@ def dispatch(
     return Schedule(count, push, counting, parts, segment)
 
 
-def combine(spec: Spec, hidden: int, config: KernelConfig, sms: int, *, low_latency: bool = False) -> Schedule:
+def combine(
+    spec: Spec, hidden: int, config: KernelConfig, sms: int, *, wire: Wire | None = None, low_latency: bool = False
+) -> Schedule:
     """Schedules a combine: with 4 ranks, reducing and pushing reads three quarters of the rows, and summing reads the
-    arrived rows and the own quarter."""
+    arrived rows and the own quarter. Blocks that push quantize, too."""
     if low_latency:
         return _low_latency(spec, config, sms, combine=True)
-    count = blocks(config, sms)
+    quantizes = wire is not None and spec.num_tokens > SMALL_TOKENS
+    count = blocks(config, sms, QUANTIZING_SMS if quantizes else DEFAULT_SMS)
     items = (spec.num_ranks - 1) * spec.num_tokens or spec.num_tokens
     small = items <= 4 * count * module.compiled().warps
-    push = count // 2 if small else max(count * 3 // 8, min(16, count * 5 // 8))
+    push = count // 2 if small or quantizes else max(count * 3 // 8, min(16, count * 5 // 8))
     push = _within(_tuning.push_blocks or push, count)
     parts = _parts(items, 4 * push * module.compiled().warps, hidden, config)
     return Schedule(count, push, 1, parts, max(1, spec.num_tokens))
