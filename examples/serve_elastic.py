@@ -617,7 +617,7 @@ def draw(front: Front, path: str | pathlib.Path) -> None:
         if len(events) < 12:  # else names would cover each other
             rank = what[0] if isinstance(what, tuple) else what
             axes.text(t - first, axes.get_ylim()[1], f"{kind} rank {rank}", rotation=90, va="top", fontsize=8)
-    axes.set(xlabel="seconds", ylabel="tokens/s")
+    axes.set(xlabel="seconds", ylabel="tokens/s", ylim=(0, None))
     figure.savefig(path, bbox_inches="tight")
 
 
