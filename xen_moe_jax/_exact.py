@@ -65,9 +65,9 @@ def _assign(topk_idx: Any, active: Any, *, spec: Spec, num_experts: int, config:
     number = ops.take(before, expert) + order  # of this row among all rows of its expert
     ends = ops.take(jnp.cumsum(parts, axis=0, dtype=jnp.int32).T, expert)  # [T * K, R]
     rank = jnp.minimum(jnp.sum(number[:, None] >= ends, axis=1, dtype=jnp.int32), spec.num_ranks - 1)
-    places = jnp.cumsum(parts > 0, axis=1, dtype=jnp.int32) - 1
-    slot = rank * slots + ops.take(places.reshape(-1), rank * num_experts + expert)
-    return jnp.where(flat >= 0, slot, -1).reshape(topk_idx.shape), _experts(parts, slots)
+    place = places(parts, slots)
+    slot = rank * slots + ops.take(place.reshape(-1), rank * num_experts + expert)
+    return jnp.where(flat >= 0, slot, -1).reshape(topk_idx.shape), _experts(place, slots)
 
 
 assign_p = declare_composite(
@@ -170,10 +170,33 @@ def _pack(rows: jax.Array, ranks: int, most: int, active: jax.Array) -> jax.Arra
     return lax.fori_loop(0, num_active, one, state)[2]
 
 
-def _experts(parts: jax.Array, slots: int) -> jax.Array:
-    """int32 `[R, S]`: experts of which a rank has rows, ascending; then -1."""
-    numbers = lax.broadcasted_iota(jnp.int32, parts.shape, 1)
-    nothing = parts.shape[1]
-    held = jnp.sort(jnp.where(parts > 0, numbers, nothing), axis=1)
-    held = jnp.pad(held, ((0, 0), (0, max(slots - nothing, 0))), constant_values=nothing)[:, :slots]
-    return jnp.where(held < nothing, held, -1)
+def slots_at_home(num_experts: int, num_ranks: int) -> int:
+    """Slots `S` of a rank with which every expert of a rank has a slot of its own, and every one that it borrows."""
+    local = -(-num_experts // num_ranks)
+    return 2 * local + (num_ranks > 1)
+
+
+def places(parts: jax.Array, slots: int) -> jax.Array:
+    """int32 `[R, E]`: the slot on each rank of each expert that it holds, -1 for others.
+
+    A rank's experts are those of which it has rows, in ascending order. From `slots_at_home` on they are its own
+    experts, each at its place without a placement, whether it has rows or not, and then those that the rank borrows.
+    """
+    ranks, num_experts = parts.shape
+    held = parts > 0
+    if slots < slots_at_home(num_experts, ranks):
+        return jnp.where(held, jnp.cumsum(held, axis=1, dtype=jnp.int32) - 1, -1)
+    local = -(-num_experts // ranks)
+    expert = lax.broadcasted_iota(jnp.int32, parts.shape, 1)
+    own = expert // local == lax.broadcasted_iota(jnp.int32, parts.shape, 0)
+    borrowed = held & ~own
+    behind = local - 1 + jnp.cumsum(borrowed, axis=1, dtype=jnp.int32)
+    return jnp.where(own, expert % local, jnp.where(borrowed, behind, -1))
+
+
+def _experts(places: jax.Array, slots: int) -> jax.Array:
+    """int32 `[R, S]`: the expert in each slot of each rank, -1 for an empty one."""
+    ranks = lax.broadcasted_iota(jnp.int32, places.shape, 0)
+    numbers = lax.broadcasted_iota(jnp.int32, places.shape, 1)
+    at = jnp.where(places >= 0, places, slots)
+    return jnp.full((places.shape[0], slots), -1, jnp.int32).at[ranks, at].set(numbers, mode="drop")

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xen_moe_jax import _validate
+from xen_moe_jax import _exact, _validate
 from xen_moe_jax._api import dispatch
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._numbers import as_bool
@@ -19,9 +19,9 @@ from xen_moe_jax._placement import Placement
 from xen_moe_jax._quantized_weight import QuantizedWeight, adopted, check_format, without_gradient
 from xen_moe_jax._replicated import combine_replicated, dispatch_replicated
 from xen_moe_jax._types import BlockScaled, MoEMLPInfo, Routed
-from xen_moe_jax.experts import float8, gathered, tpu_decode, tpu_decode_layer
+from xen_moe_jax.experts import float8, gathered, lent, tpu_decode, tpu_decode_layer
 from xen_moe_jax.experts.arrived import Way, dispatch_quantized
-from xen_moe_jax.experts.combined import Return, experts_and_combine, run_experts, sent_as
+from xen_moe_jax.experts.combined import Return, by_hopper, experts_and_combine, run_experts, sent_as
 from xen_moe_jax.experts.function import ACTIVATIONS, APPLY_WEIGHTS_TO, GROUPED_MATMULS, ExpertFunction
 
 CALLER = "moe_mlp"
@@ -165,6 +165,11 @@ def moe_mlp(
             "gradient_wire": gradient_wire,
             "active": active,
         }
+        lends = balance == "exact" and by_hopper(function, values, weights)
+        if lends:
+            num_ranks = math.prod(_validate.axes(axis_name, CALLER, groups=True)[1])
+            _validate.exact_slots(slots_per_rank, num_experts, num_ranks, CALLER)
+            slots_per_rank = _exact.slots_at_home(num_experts, num_ranks)
         sending |= {"placement": placement, "balance": balance, "slots_per_rank": slots_per_rank}
         on_its_own = all(value is None for name, value in sending.items() if name not in ("capacity", "drop"))
         on_its_own &= combine_wire is None and math.prod(_validate.axes(axis_name, CALLER, groups=True)[1]) == 1
@@ -184,7 +189,8 @@ def moe_mlp(
             routed = dispatch_quantized(jnp.asarray(x), topk_idx, topk_weights, way, **routing, **sending)
         if balance is not None:
             found = routed.handle.placement
-            weights = found.move(weights, None, found, axis_name=axis_name, active=active, config=config)
+            move = functools.partial(found.move, axis_name=axis_name, active=active, config=config)
+            weights = lent.weights_of(weights, routed.handle, move, config) if lends else move(weights, None, found)
         back = Return(combine_wire, gradient_wire, config)
         out = experts_and_combine(function, weights, routed, back)
     return (out, _info(routed)) if return_info else out

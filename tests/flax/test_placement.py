@@ -84,17 +84,28 @@ def test_an_exact_balance_changes_no_value_and_drops_nothing(changes):
     assert_same_gradients(exact, {n: g for n, g in gradients.items() if np.abs(g).max() > 1e-3}, rtol=1e-5, atol=1e-5)
 
 
-def test_on_hopper():
-    """The backward pass of the Hopper kernels, which keeps no rows of the experts, with rows of slots."""
-    exactly = dataclasses.replace(GPT_OSS, balance="exact")
-    moe, x, target = biased(layer(GPT_OSS)), tokens(16), tokens(16, seed=5)
-    y, _, gradients = run_with_gradients(moe, x, target, mesh())
-    with plain_hopper.in_the_kernels_place():
-        for config, placement in ((GPT_OSS, plan(1)), (exactly, None)):
-            moe.config = config
-            placed_y, _, placed = run_with_gradients(moe, x, target, mesh(), placement=placement)
-            np.testing.assert_allclose(placed_y, y, rtol=1e-5, atol=1e-5)
-            assert_same_gradients(placed, gradients)
+@pytest.mark.parametrize(
+    "changes", [{}, {"remat": "experts", "alignment": 8, "expert_bias": False, "activation": "swiglu"}], ids=str
+)
+def test_on_hopper(changes):
+    """The backward pass of the Hopper kernels, which keeps no rows of the experts, with rows of slots: of a plan, and
+    of an exact balance, which lends the experts of all rows to every rank."""
+    config = dataclasses.replace(GPT_OSS, **changes)
+    exactly = dataclasses.replace(config, balance="exact")
+    moe, target = biased(layer(config)), tokens(16, seed=5)
+    for x, cases in (
+        (tokens(16), [(config, plan(1)), (exactly, None)]),
+        (np.repeat(tokens(1), 16, axis=0) + 0.01 * tokens(16, seed=3), [(exactly, None)]),
+    ):
+        moe.config = config
+        y, metrics, gradients = run_with_gradients(moe, x, target, mesh())
+        gradients = {name: g for name, g in gradients.items() if np.abs(g).max() > 1e-3}
+        with plain_hopper.in_the_kernels_place():
+            for moe.config, placement in cases:
+                placed_y, placed_metrics, placed = run_with_gradients(moe, x, target, mesh(), placement=placement)
+                np.testing.assert_allclose(placed_y, y, rtol=1e-5, atol=1e-5)
+                assert_same_gradients(placed, gradients)
+                assert placed_metrics.num_dropped == metrics.num_dropped == 0
 
 
 def test_an_exact_balance_among_the_active_ranks():

@@ -61,13 +61,11 @@ def experts_and_combine(function: ExpertFunction, weights: mlp.Weights, routed: 
       back: how the outputs go home.
     """
     by_rows = function.apply_weights_to == "rows"
-    own = function.experts is None and function.layout == "grouped"
-    own = own and not any(isinstance(weight, QuantizedWeight) for weight in weights.values())  # no derivative
-    if own and grouped_matmul.by_hopper(function.grouped_matmul, routed.x, weights["up"]):
+    if by_hopper(function, routed.x, weights):
         if by_rows:
             return _weighted_combine(function, weights, routed, back, _run)
         return _plain_combine(back, run_experts(function, weights, routed), routed.handle)
-    if own and by_rows and by_pallas(function, routed.x, weights):
+    if by_rows and _own(function, weights) and by_pallas(function, routed.x, weights):
         return _weighted_combine(function, weights, routed, back, _run_on_tpu)
     at_home = function.layout == "grouped" and routed.handle.placement is None
     if by_rows and at_home and mlp.by_float8_kernels(function, routed.x, weights):
@@ -76,11 +74,22 @@ def experts_and_combine(function: ExpertFunction, weights: mlp.Weights, routed: 
     return back(y, routed.handle, weighted=by_rows)
 
 
+def by_hopper(function: ExpertFunction, x: jax.Array, weights: mlp.Weights) -> bool:
+    """True if the Hopper kernels compute the experts of rows `x [C, H]`, with their derivatives."""
+    return _own(function, weights) and grouped_matmul.by_hopper(function.grouped_matmul, x, weights["up"])
+
+
 def by_pallas(function: ExpertFunction, rows: jax.Array, weights: mlp.Weights) -> bool:
     """True if both gradients by the rows are kernels of `on_tpu`, with what lies between them in one of the two."""
     inner = jax.ShapeDtypeStruct((rows.shape[0], weights["up"].shape[2]), rows.dtype)
     pairs = [*((rows, weights[name]) for name in mlp.projection_names(function)), (inner, weights["down"])]
     return not function.expert_bias and all(grouped_matmul.by_pallas(function.grouped_matmul, *pair) for pair in pairs)
+
+
+def _own(function: ExpertFunction, weights: mlp.Weights) -> bool:
+    """True for the library's experts, grouped, with weights that are not quantized: these have no derivative."""
+    own = function.experts is None and function.layout == "grouped"
+    return own and not any(isinstance(weight, QuantizedWeight) for weight in weights.values())
 
 
 def run_experts(function: ExpertFunction, weights: mlp.Weights, routed: Routed) -> jax.Array:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 from xen_moe_jax._jax_internals import varying_axes
 from xen_moe_jax._mesh import vary, vary_alike
 from xen_moe_jax._overlap import in_overlap
+from xen_moe_jax.experts.lent import Lent, by_slots, contracted
 from xen_moe_jax.pallas_kernels.hopper import gather
 from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
@@ -222,10 +224,12 @@ def _padded(size: int) -> int:
     return size if size % COLUMN_ALIGNMENT == 0 and size >= LEAST else max(LEAST, -(-size // PADDED) * PADDED)
 
 
-def _whole(array: jax.Array | None, *axes: int) -> Any:
+def _whole(array: Any, *axes: int) -> Any:
     """Pads `axes` with zeros to sizes that the kernels take: axis 0 counts rows, the other axes count columns."""
     if array is None:
         return None
+    if isinstance(array, Lent):
+        return array.with_own(_whole(array.own, *axes))
     extra = {
         axis: -array.shape[0] % ROW_ALIGNMENT if axis == 0 else _padded(n) - n for axis, n in enumerate(array.shape)
     }
@@ -233,10 +237,10 @@ def _whole(array: jax.Array | None, *axes: int) -> Any:
     return jnp.pad(array, widths) if any(more for _, more in widths) else array
 
 
-def _vary_alike(*arrays: Any) -> list[Any]:
-    """Applies `vary_alike` to the arrays that are not None."""
-    varying = iter(vary_alike(*(array for array in arrays if array is not None)))
-    return [None if array is None else next(varying) for array in arrays]
+def _vary_alike(*operands: Any) -> Any:
+    """Applies `vary_alike` to the arrays of the operands, some of which may be None or `Lent`."""
+    leaves, tree = jax.tree.flatten(operands)
+    return jax.tree.unflatten(tree, vary_alike(*leaves))
 
 
 def sum_of_groups(chosen: Plan, rows: Any, group_sizes: Any, row_weights: Any = None, index: Any = None) -> Any:
@@ -270,9 +274,13 @@ def _refuse(primals: Any, tangents: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply(chosen: Plan, rows: Any, weights: Any, bias: Any, row_weights: Any, group_sizes: Any) -> Any:
-    out = rows_by_weights(
-        rows, weights, group_sizes, bias=bias, row_weights=row_weights, transposed=False, tiles=chosen.forward
-    )
+    def kernel(by_row: Any, weights: Any, bias: Any, sizes: Any) -> list[Any]:
+        rows, *factors = by_row
+        more = {"bias": bias, "row_weights": factors[0] if factors else None}
+        return [rows_by_weights(rows, weights[0], sizes, **more, transposed=False, tiles=chosen.forward)]
+
+    by_row = [rows] if row_weights is None else [rows, row_weights]
+    (out,) = by_slots(kernel, by_row, [weights], bias, group_sizes)
     return vary(out, varying_axes(rows))
 
 
@@ -283,13 +291,33 @@ def _forward(chosen: Plan, *operands: Any) -> tuple[Any, Any]:
 def _backward(chosen: Plan, kept: Any, cotangent: Any) -> tuple[Any, ...]:
     *arrays, group_sizes = kept
     rows, weights, bias, row_weights, cotangent = jax.tree.map(first_order, (*arrays, cotangent))
-    by_rows = rows_by_weights(cotangent, weights, group_sizes, transposed=True, tiles=chosen.rows)
-    by_weights = rows_by_rows(rows, cotangent, group_sizes, tiles=chosen.weights)
+    by_rows = _by_rows(chosen, [cotangent], [weights], group_sizes)
+    by_weights = _by_weights(chosen, rows, cotangent, weights, group_sizes)
     by_bias = None if bias is None else sum_of_groups(chosen, cotangent, group_sizes, row_weights)
     by_row_weights = None
     if row_weights is not None:
         by_row_weights = jnp.zeros_like(row_weights) if bias is None else _by_rows_of(bias, group_sizes, cotangent)
-    return vary(by_rows, varying_axes(rows)), vary(by_weights, varying_axes(weights)), by_bias, by_row_weights, None
+    return by_rows, by_weights, by_bias, by_row_weights, None
+
+
+def _by_rows(chosen: Plan, cotangents: list[Any], weights: Sequence[Any], group_sizes: Any) -> Any:
+    """The gradient of rows, `[C, A]`, by one or two `cotangents [C, B]` of their products by weights."""
+
+    def kernel(by_row: Any, weights: Any, _: Any, sizes: Any) -> list[Any]:
+        first, *more = zip(by_row, weights, strict=True)
+        also = more[0] if more else None
+        return [rows_by_weights(*first, sizes, also, transposed=True, tiles=chosen.rows)]
+
+    return vary(by_slots(kernel, cotangents, weights, None, group_sizes)[0], varying_axes(cotangents[0]))
+
+
+def _by_weights(chosen: Plan, rows: Any, cotangent: Any, weights: Any, group_sizes: Any) -> Any:
+    """The gradient of the weights of `rows [C, A]` by the `cotangent [C, B]` of their products."""
+
+    def kernel(by_row: Any, sizes: Any) -> Any:
+        return vary(rows_by_rows(*by_row, sizes, tiles=chosen.weights), varying_axes(by_row[0]))
+
+    return contracted(kernel, [rows, cotangent], weights, group_sizes)
 
 
 def _by_rows_of(bias: Any, group_sizes: Any, cotangent: Any) -> Any:
@@ -324,10 +352,14 @@ def _activated_and(
 ) -> list[Any]:
     """The activation, and the projections if asked for."""
     tiles = chosen.gated if activation.gated else chosen.forward
-    results = activated_rows(
-        rows, weights, sizes, biases, factors, activation=activation, projections=projections, tiles=tiles
-    )
-    return [vary(result, varying_axes(rows)) for result in results]
+
+    def kernel(by_row: Any, weights: Any, biases: Any, sizes: Any) -> Any:
+        rows, *more = by_row
+        operands = rows, tuple(weights), sizes, biases, *more
+        return activated_rows(*operands, activation=activation, projections=projections, tiles=tiles)
+
+    by_row = [rows] if factors is None else [rows, factors]
+    return [vary(result, varying_axes(rows)) for result in by_slots(kernel, by_row, weights, biases, sizes)]
 
 
 def _activated_forward(chosen: Plan, activation: Activation, *operands: Any) -> tuple[Any, Any]:
@@ -346,16 +378,14 @@ def _activated_backward(chosen: Plan, activation: Activation, kept: Any, cotange
         by_row_weights = jnp.sum(activation(*inputs) * by_out, axis=-1)
         by_out = by_out * row_weights[:, None]
     by_projections = [a.astype(rows.dtype) for a in activation.gradients(by_out, *inputs)]
-    first, *more = zip(by_projections, weights, strict=True)
-    also = more[0] if more else None
-    by_rows = rows_by_weights(*first, group_sizes, also, transposed=True, tiles=chosen.rows)
+    by_rows = _by_rows(chosen, by_projections, weights, group_sizes)
     by_weights = tuple(
-        vary(rows_by_rows(rows, by, group_sizes, tiles=chosen.weights), varying_axes(rows)) for by in by_projections
+        _by_weights(chosen, rows, by, w, group_sizes) for by, w in zip(by_projections, weights, strict=True)
     )
     by_biases = None
     if biases is not None:
         by_biases = tuple(sum_of_groups(chosen, by, group_sizes) for by in by_projections)
-    return vary(by_rows, varying_axes(rows)), by_weights, by_biases, by_row_weights, None
+    return by_rows, by_weights, by_biases, by_row_weights, None
 
 
 _activated.defvjp(_activated_forward, _activated_backward)
