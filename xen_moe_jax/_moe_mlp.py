@@ -165,14 +165,15 @@ def moe_mlp(
             "gradient_wire": gradient_wire,
             "active": active,
         }
-        lends = balance == "exact" and by_hopper(function, values, weights)
+        num_ranks = math.prod(_validate.axes(axis_name, CALLER, groups=True)[1])
+        lends = balance == "exact" and num_ranks > 1 and by_hopper(function, values, weights)
         if lends:
-            num_ranks = math.prod(_validate.axes(axis_name, CALLER, groups=True)[1])
-            _validate.exact_slots(slots_per_rank, num_experts, num_ranks, CALLER)
+            more = _validate.exact_slots(slots_per_rank, num_experts, num_ranks, CALLER) - num_local
+            at_once = more if slots_per_rank is not None else min(more, lent.AT_ONCE)
             slots_per_rank = _exact.slots_at_home(num_experts, num_ranks)
         sending |= {"placement": placement, "balance": balance, "slots_per_rank": slots_per_rank}
         on_its_own = all(value is None for name, value in sending.items() if name not in ("capacity", "drop"))
-        on_its_own &= combine_wire is None and math.prod(_validate.axes(axis_name, CALLER, groups=True)[1]) == 1
+        on_its_own &= combine_wire is None and num_ranks == 1
         if on_its_own and gathered.takes(function, weights, values, topk_idx, capacity):
             routed = dispatch(
                 gathered.numbers(x), topk_idx, topk_weights, **routing, **sending, config=gathered.alone(config)
@@ -190,7 +191,10 @@ def moe_mlp(
         if balance is not None:
             found = routed.handle.placement
             move = functools.partial(found.move, axis_name=axis_name, active=active, config=config)
-            weights = lent.weights_of(weights, routed.handle, move, config) if lends else move(weights, None, found)
+            if lends:
+                weights = lent.weights_of(weights, routed.handle, at_once, move, config)
+            else:
+                weights = move(weights, None, found)
         back = Return(combine_wire, gradient_wire, config)
         out = experts_and_combine(function, weights, routed, back)
     return (out, _info(routed)) if return_info else out

@@ -179,22 +179,25 @@ def _run(step: _Step, rows: Any, row_weights: Any, first: Any, last: Any, sizes:
 def _forward(
     step: _Step, rows: Any, row_weights: Any, first: Any, last: Any, sizes: Any, handle: Any
 ) -> tuple[Any, Any]:
-    def inner_rows(rows: Any, first: Any) -> Any:
-        return mlp.inner_rows_and_projections(step.function, rows, sizes, first)
-
-    inner, of_inner, projections = jax.vjp(inner_rows, rows, first, has_aux=True)
+    inner, projections = mlp.inner_rows_and_projections(step.function, rows, sizes, first)
     out = step.home(step.outer(inner, last, sizes), handle, row_weights)
-    return out, (projections, of_inner, row_weights, last, sizes, handle)
+    return out, (projections, rows, first, row_weights, last, sizes, handle)
 
 
 def _backward(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
-    projections, of_inner, row_weights, last, sizes, handle = kept
+    projections, rows, first, row_weights, last, sizes, handle = kept
     projections, row_weights, cotangent = jax.tree.map(hopper.first_order, (projections, row_weights, cotangent))
-    inner = mlp.inner_again(step.function, projections)
+    inner = mlp.inner_again(step.function, rows, sizes, first, projections)
     # The rows that this returns are not used, so that XLA leaves their matmul out.
     _, of_outer = jax.vjp(lambda inner, last, w: step.outer(inner, last, sizes, w), inner, last, row_weights)
     by_inner, by_last, by_row_weights = of_outer(step.back.transposed(cotangent, handle))
-    by_rows, by_first = of_inner(by_inner)
+    # The cotangent's rows are used here for the last time: those of the rows' gradient come after them.
+    sizes, by_last = jax.lax.optimization_barrier((sizes, by_last))
+
+    def again(rows: Any, first: Any) -> Any:
+        return mlp.inner_again(step.function, rows, sizes, first, projections)
+
+    by_rows, by_first = jax.vjp(again, rows, first)[1](by_inner)
     return by_rows, by_row_weights, by_first, by_last, None, None
 
 

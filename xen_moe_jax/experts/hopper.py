@@ -199,23 +199,40 @@ def activated_and_projections(
     *,
     activation: Activation = SWIGLU,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Returns `activated`, and the projections `[C, F]` in the dtype of the rows. These have no derivative."""
+    """Returns `activated`, and the projections `[C, F]` in the dtype of the rows, for `activated_again`. Neither has a
+    derivative."""
     out, *projections = _with_projections(_activated_kept, rows, weights, group_sizes, biases, None, activation)
     return out, projections
 
 
+def activated_again(
+    rows: jax.Array,
+    weights: tuple[jax.Array, ...],
+    group_sizes: jax.Array,
+    biases: tuple[jax.Array, ...] | None,
+    projections: list[jax.Array],
+    *,
+    activation: Activation = SWIGLU,
+) -> jax.Array:
+    """Returns `activated` from projections that were rounded to their dtype, with its derivatives by rows, weights and
+    biases."""
+    kept = tuple(_whole(projection, 0, 1) for projection in projections)
+    return _with_projections(_activated_again, rows, weights, group_sizes, biases, kept, activation)[0]
+
+
 def _with_projections(
-    run: Any, rows: Any, weights: Any, group_sizes: Any, biases: Any, row_weights: Any, activation: Activation
+    run: Any, rows: Any, weights: Any, group_sizes: Any, biases: Any, more: Any, activation: Activation
 ) -> list[Any]:
-    """Calls `run`, `_activated` or `_activated_kept`, on operands of sizes that the kernels take."""
+    """Calls `run`, one of the functions below, on operands of sizes that the kernels take. `more`: factors of the rows,
+    or projections of such sizes."""
     chosen, count = _plan_for(rows, weights[0]), len(weights)
     if count != 1 + activation.gated:
         raise ValueError(f"activated: {count} weights: {activation.name!r} has {1 + activation.gated}")
     padded = [_whole(w, 1, 2) for w in weights] + [_whole(bias, 1) for bias in biases or ()]
-    varying = _vary_alike(_whole(rows, 0, 1), *padded, _whole(row_weights, 0), group_sizes)
-    padded_rows, *both, factors, group_sizes = varying
+    more = more if isinstance(more, tuple) else _whole(more, 0)
+    padded_rows, *both, more, group_sizes = _vary_alike(_whole(rows, 0, 1), *padded, more, group_sizes)
     added = tuple(both[count:]) or None
-    results = run(chosen, activation, padded_rows, tuple(both[:count]), added, factors, group_sizes)
+    results = run(chosen, activation, padded_rows, tuple(both[:count]), added, more, group_sizes)
     return [result[: rows.shape[0], : weights[0].shape[2]] for result in results]
 
 
@@ -378,10 +395,12 @@ def _activated_backward(chosen: Plan, activation: Activation, kept: Any, cotange
         by_row_weights = jnp.sum(activation(*inputs) * by_out, axis=-1)
         by_out = by_out * row_weights[:, None]
     by_projections = [a.astype(rows.dtype) for a in activation.gradients(by_out, *inputs)]
-    by_rows = _by_rows(chosen, by_projections, weights, group_sizes)
     by_weights = tuple(
         _by_weights(chosen, rows, by, w, group_sizes) for by, w in zip(by_projections, weights, strict=True)
     )
+    if isinstance(weights[0], Lent):  # rows and their gradient are then never in memory together
+        group_sizes, by_weights = jax.lax.optimization_barrier((group_sizes, by_weights))
+    by_rows = _by_rows(chosen, by_projections, weights, group_sizes)
     by_biases = None
     if biases is not None:
         by_biases = tuple(sum_of_groups(chosen, by, group_sizes) for by in by_projections)
@@ -391,14 +410,20 @@ def _activated_backward(chosen: Plan, activation: Activation, kept: Any, cotange
 _activated.defvjp(_activated_forward, _activated_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _activated_kept(chosen: Plan, activation: Activation, *operands: Any) -> list[Any]:
     return _activated_and(chosen, activation, True, *operands)
 
 
-def _activated_kept_forward(chosen: Plan, activation: Activation, *operands: Any) -> tuple[Any, Any]:
-    out, *projections = _activated_and(chosen, activation, True, *operands)
-    return [out, *projections], (*operands, projections)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _activated_again(
+    chosen: Plan, activation: Activation, rows: Any, weights: Any, biases: Any, projections: Any, group_sizes: Any
+) -> list[Any]:
+    return [activation(*(a.astype(jnp.float32) for a in projections)).astype(rows.dtype)]
 
 
-_activated_kept.defvjp(_activated_kept_forward, _activated_backward)
+def _again_forward(chosen: Plan, activation: Activation, *operands: Any) -> tuple[Any, Any]:
+    *arrays, projections, group_sizes = operands
+    return _activated_again(chosen, activation, *operands), (*arrays, None, group_sizes, projections)
+
+
+_activated_again.defvjp(_again_forward, _activated_backward)

@@ -1,15 +1,16 @@
-"""Weights that an exact balance lends, one expert at a time: a rank keeps its own where they are, and copies none.
+"""Weights that an exact balance lends, a few experts at a time: a rank keeps its own where they are, and copies none.
 
-Slots of a rank are `L` of its own experts, then those that it borrows (`_exact.at_home_first`). A product by the
-weights of all slots (`by_slots`) runs a kernel over the rows of the own experts; then, round by round, every rank
-fetches the next expert that it borrows from the expert's home, and adds the results of its rows to the same array, in
-windows of rows. Gradients of the weights (`contracted`) are made in the same rounds, and each goes home and is added
-there in ascending order of ranks. Thus memory for one borrowed matrix suffices, whatever the routing lends. The number
-of rounds is that of the rank that borrows most: all ranks know it, and take part in the exchanges of every round.
+Slots of a rank are `L` of its own experts, then those that it borrows (`_exact.places`). A product by the weights of
+all slots (`by_slots`) runs a kernel over the rows of the own experts. Then, round by round, every rank fetches the next
+experts that it borrows from their homes, and writes the results of their rows to the same array, in windows of rows.
+Gradients of the weights (`contracted`) are made in the same rounds, and each goes home and is added there in ascending
+order of ranks. Thus memory for a few borrowed matrices suffices, whatever the routing lends. The number of rounds is
+that of the rank that borrows most: all ranks know it, and take part in the exchanges of every round.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,21 +25,24 @@ from xen_moe_jax._jax_internals import varying_axes
 from xen_moe_jax._placement import move_p
 from xen_moe_jax._types import Handle, pytree
 
+AT_ONCE = 4
+"""Experts that a rank borrows in one round, unless `slots_per_rank` says otherwise."""
 WINDOWS = 8
 """Windows of rows in the buffer of a rank. Rows of a window are copied in front of its kernel."""
 ROWS = 8
 """The kernels take multiples of this many rows."""
 
 
-@pytree(static=("axis_name", "config"))
+@pytree(static=("axis_name", "at_once", "config"))
 class Lent:
     """A rank's weights `own [L, A, B]` of its experts, and which experts each rank borrows: `borrowed int32 [R, N]`,
-    then -1, the same on every rank. `active`: bool `[R]`, or None."""
+    then -1, the same on every rank, `at_once` (`W`) in a round. `active`: bool `[R]`, or None."""
 
     own: Any
     borrowed: Any
     active: Any
     axis_name: tuple[str, ...]
+    at_once: int
     config: KernelConfig
 
     @property
@@ -53,58 +57,66 @@ class Lent:
 
     def with_own(self, own: Any) -> Lent:
         """Returns the same with other arrays of the own experts."""
-        return Lent(own, self.borrowed, self.active, self.axis_name, self.config)
+        return dataclasses.replace(self, own=own)
 
     def gradient(self, own: Any) -> Lent:
         """Returns the cotangent of the weights: integers have none."""
-        return Lent(own, None, None, self.axis_name, self.config)
+        return dataclasses.replace(self, own=own, borrowed=None, active=None)
 
     def rounds(self) -> Any:
-        """How many experts the rank borrows that borrows most."""
-        return jnp.max(jnp.sum(self.borrowed >= 0, axis=1, dtype=jnp.int32))
+        """How many rounds the rank needs that borrows most."""
+        return -(-jnp.max(jnp.sum(self.borrowed >= 0, axis=1, dtype=jnp.int32)) // self.at_once)
+
+    def of_round(self, array: Any, turn: Any, axis: int = 0) -> Any:
+        """The entries of a round of an array that has one for every borrowed expert."""
+        extra = [(0, -array.shape[a] % self.at_once if a == axis else 0) for a in range(array.ndim)]
+        padded = jnp.pad(array, extra, constant_values=-1 if array is self.borrowed else 0)
+        return lax.dynamic_slice_in_dim(padded, turn * self.at_once, self.at_once, axis)
 
     def fetch(self, turn: Any) -> jax.Array:
-        """`[1, A, B]`: the weights of the expert that this rank borrows in a round; zeros if there is none."""
-        wanted = lax.dynamic_slice_in_dim(self.borrowed, turn, 1, axis=1)  # the home of expert e is row e of all ranks
+        """`[W, A, B]`: the weights of the experts that this rank borrows in a round; zeros where there is none."""
+        wanted = self.of_round(self.borrowed, turn, axis=1)  # the home of expert e is row e of all ranks
         return self._move(self.own, wanted, self.shape[0])
 
-    def send_home(self, own: jax.Array, gradient: jax.Array, turn: Any) -> jax.Array:
-        """Adds `gradient [1, A, B]`, that of the expert which this rank borrows in a round, to the `own` gradients of
-        the expert's home. A home gets one gradient at a time."""
-        ranks, local = self.borrowed.shape[0], self.shape[0]
-        expert = lax.dynamic_index_in_dim(self.borrowed, turn, 1, keepdims=False)
+    def send_home(self, own: jax.Array, gradients: jax.Array, turn: Any) -> jax.Array:
+        """Adds `gradients [W, A, B]` of the experts that this rank borrows in a round to the `own` ones of the experts'
+        homes. A home gets `W` gradients at a time."""
+        ranks, local, width = self.borrowed.shape[0], self.shape[0], self.at_once
+        expert = self.of_round(self.borrowed, turn, axis=1).reshape(-1)
         home = jnp.where(expert >= 0, expert // local, -1)
         order, _ = _layout.order_within_bins(home, ranks)
         order = jnp.where(home >= 0, order, -1)
         me = _ranks.index(self.axis_name)
-        peers = jnp.arange(ranks, dtype=jnp.int32)
+        slots = jnp.arange(ranks * width, dtype=jnp.int32)
 
-        def one(number: Any, own: Any) -> Any:
-            lender = jnp.where(order == number, home, ranks)
-            giver = jnp.full(ranks, -1, jnp.int32).at[lender].set(peers, mode="drop")
-            came = self._move(gradient, giver[:, None], 1)[0].astype(jnp.float32)
-            mine = lax.dynamic_index_in_dim(giver, me, 0, keepdims=False)
-            at = lax.dynamic_index_in_dim(expert, jnp.maximum(mine, 0), 0, keepdims=False) % local
-            at = jnp.where(mine >= 0, at, 0)
-            before = lax.dynamic_index_in_dim(own, at, 0, keepdims=False)
-            after = (before.astype(jnp.float32) + came).astype(own.dtype)
-            return lax.dynamic_update_index_in_dim(own, jnp.where(mine >= 0, after, before), at, 0)
+        def some(number: Any, own: Any) -> Any:
+            place = order - number * width
+            to = jnp.where((place >= 0) & (place < width), home * width + place, ranks * width)
+            givers = jnp.full(ranks * width, -1, jnp.int32).at[to].set(slots, mode="drop").reshape(ranks, width)
+            came = self._move(gradients, givers, width)
+            mine = lax.dynamic_index_in_dim(givers, me, 0, keepdims=False)
+            for at in range(width):
+                row = jnp.where(mine[at] >= 0, expert[jnp.maximum(mine[at], 0)] % local, 0)
+                before = lax.dynamic_index_in_dim(own, row, 0, keepdims=False)
+                after = (before.astype(jnp.float32) + came[at].astype(jnp.float32)).astype(own.dtype)
+                own = lax.dynamic_update_index_in_dim(own, jnp.where(mine[at] >= 0, after, before), row, 0)
+            return own
 
-        return lax.fori_loop(0, jnp.max(order) + 1, one, own)
+        return lax.fori_loop(0, (jnp.max(order) + width) // width, some, own)
 
     def _move(self, rows: Any, source: Any, slots: int) -> jax.Array:
         sizes = tuple(_mesh.axis_size(name) for name in self.axis_name)
         active = EVERY_RANK if self.active is None else self.active
         operands = _mesh.vary_over([rows, source, active], self.axis_name)
         params = {"axis_name": self.axis_name, "axis_sizes": sizes, "config": self.config}
-        return move_p.bind(*operands, **params, old_slots=slots, new_slots=1)[0]
+        return move_p.bind(*operands, **params, old_slots=slots, new_slots=source.shape[1])[0]
 
 
 def weights_of(
-    weights: dict[str, Any], handle: Handle, move: Callable[..., Any], config: KernelConfig | None
+    weights: dict[str, Any], handle: Handle, at_once: int, move: Callable[..., Any], config: KernelConfig | None
 ) -> dict[str, Any]:
-    """Returns `weights` of this rank's experts for the slots of a dispatch with an exact balance: matrices lent, biases
-    moved by `move(weights, old, new)`."""
+    """Returns `weights` of this rank's experts for the slots of a dispatch with an exact balance: matrices lent,
+    `at_once` in a round, and biases moved by `move(weights, old, new)`."""
     placement, spec = handle.placement, handle.spec
     local = -(-placement.num_experts // placement.num_ranks)
     borrowed, active = lax.stop_gradient((placement.experts[:, local:], handle.active))
@@ -112,7 +124,7 @@ def weights_of(
     def of_slots(weight: Any) -> Any:
         if weight.ndim < 3:
             return move(weight, None, placement)
-        return Lent(weight, borrowed, active, spec.axis_name, config or DEFAULT_CONFIG)
+        return Lent(weight, borrowed, active, spec.axis_name, at_once, config or DEFAULT_CONFIG)
 
     return {name: of_slots(weight) for name, weight in weights.items()}
 
@@ -136,13 +148,13 @@ def by_slots(
 
     def borrowed(turn: Any, outs: Any) -> Any:
         fetched = [w.fetch(turn) for w in weights]
-        entries = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, local + turn, 1), by_slot)
+        entries = jax.tree.map(lambda a: weights[0].of_round(a[local:], turn), by_slot)
 
-        def window(mine: Any, start: Any, size: Any, outs: Any) -> Any:
-            news = kernel([_window(a, start, mine) for a in by_row], fetched, entries, size)
+        def window(mine: Any, start: Any, sizes: Any, outs: Any) -> Any:
+            news = kernel([_window(a, start, mine) for a in by_row], fetched, entries, sizes)
             return tuple(_put(out, new, start, mine) for out, new in zip(outs, news, strict=True))
 
-        return _in_windows(window, by_row[0].shape[0], sizes, local + turn, outs)
+        return _in_windows(window, by_row[0].shape[0], weights[0], sizes, turn, outs)
 
     axes = varying_axes(by_row[0])
     return list(lax.fori_loop(0, weights[0].rounds(), borrowed, tuple(_mesh.vary(out, axes) for out in own)))
@@ -157,35 +169,40 @@ def contracted(kernel: Callable[..., Any], by_row: Sequence[Any], weights: Any, 
     axes = varying_axes(by_row[0])
 
     def borrowed(turn: Any, own: Any) -> Any:
-        def window(mine: Any, start: Any, size: Any, total: Any) -> Any:
-            return total + kernel([_window(a, start, mine) for a in by_row], size).astype(jnp.float32)
+        def window(mine: Any, start: Any, sizes: Any, total: Any) -> Any:
+            return total + kernel([_window(a, start, mine) for a in by_row], sizes).astype(jnp.float32)
 
-        start = _mesh.vary(jnp.zeros((1, *own.shape[1:]), jnp.float32), axes)
-        total = _in_windows(window, count, sizes, local + turn, start)
+        start = _mesh.vary(jnp.zeros((weights.at_once, *own.shape[1:]), jnp.float32), axes)
+        total = _in_windows(window, count, weights, sizes, turn, start)
         return weights.send_home(own, total.astype(own.dtype), turn)
 
     own = _mesh.vary(kernel(by_row, sizes[:local]), axes)
     return weights.gradient(lax.fori_loop(0, weights.rounds(), borrowed, own))
 
 
-def _in_windows(step: Callable[..., Any], count: int, sizes: Any, slot: Any, carry: Any) -> Any:
-    """Calls `step(mine, start, size, carry) -> carry` for each window of the rows of a slot.
+def _in_windows(step: Callable[..., Any], count: int, weights: Lent, sizes: Any, turn: Any, carry: Any) -> Any:
+    """Calls `step(mine, start, sizes, carry) -> carry` for each window of the rows of a round, of `count` rows.
 
-    A window begins at row `start`; `mine` says which of its rows are the slot's and no other window's, and `size`,
-    int32 `[1]`, how many there are up to the last of them.
+    A window begins at row `start`; `mine` says which of its rows belong to it and to no window before, and `sizes`,
+    int32 `[W]`, how many rows each of the round's experts has there. Rows in front of the first that is `mine` count
+    for one of them.
     """
     height = min(-(-count // WINDOWS // ROWS) * ROWS, count)
-    size = lax.dynamic_index_in_dim(sizes, slot, 0, keepdims=False)
-    end = lax.dynamic_index_in_dim(jnp.cumsum(sizes, dtype=jnp.int32), slot, 0, keepdims=False)
+    local = weights.shape[0]
+    of_slots = weights.of_round(sizes[local:], turn)
+    ends = jnp.sum(sizes[:local]) + jnp.cumsum(of_slots, dtype=jnp.int32)
+    ends = ends + jnp.sum(jnp.where(jnp.arange(len(sizes) - local) < turn * weights.at_once, sizes[local:], 0))
+    begin, end = ends[0] - of_slots[0], ends[-1]
 
     def one(number: Any, carry: Any) -> Any:
-        first = end - size + number * height
+        first = begin + number * height
         last = jnp.minimum(first + height, end)
         start = jnp.minimum(first, count - height)
         row = start + jnp.arange(height, dtype=jnp.int32)
-        return step((row >= first) & (row < last), start, (last - start)[None], carry)
+        within = jnp.diff(jnp.clip(ends, start, last) - start, prepend=0)
+        return step((row >= first) & (row < last), start, within, carry)
 
-    return lax.fori_loop(0, -(-size // height), one, carry)
+    return lax.fori_loop(0, -(-(end - begin) // height), one, carry)
 
 
 def _window(array: Any, start: Any, mine: Any) -> Any:

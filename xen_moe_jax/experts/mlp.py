@@ -191,10 +191,12 @@ def inner_rows_and_projections(
     return hopper.activated_and_projections(x, both, group_sizes, biases, activation=in_kernels(config))
 
 
-def inner_again(config: ExpertFunction, projections: list[jax.Array]) -> jax.Array:
-    """Returns the rows of `inner_rows` from projections that were rounded to their dtype."""
-    wide = (projection.astype(jnp.float32) for projection in projections)
-    return in_kernels(config)(*wide).astype(projections[0].dtype)
+def inner_again(
+    config: ExpertFunction, x: jax.Array, group_sizes: jax.Array, weights: Weights, projections: list[jax.Array]
+) -> jax.Array:
+    """Returns `inner_rows`, with its derivatives, from projections that were rounded to their dtype."""
+    both, biases = weights_and_biases(config, weights)
+    return hopper.activated_again(x, both, group_sizes, biases, projections, activation=in_kernels(config))
 
 
 def outer_rows(
