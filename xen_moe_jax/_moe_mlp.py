@@ -103,7 +103,8 @@ def moe_mlp(
       combine_wire: the `wire` of the combine.
       placement, balance, slots_per_rank: as in `dispatch`. With a placement the weights are those of this rank's slots
         (`placement.move` brings them there), `L` is `S`; with `balance="exact"` they are those of `L` experts as ever,
-        and are moved in here.
+        and are moved in here. The Hopper kernels copy none: borrowed experts are fetched for each matmul, `S - L` at a
+        time, or at most 4 where `slots_per_rank` is None (`experts/lent.py`).
       replicated: the tokens are the same on every rank of `axis_name` (decode): `dispatch_replicated` and
         `combine_replicated`, so that only one sum travels. Arguments about what travels must be unset.
       return_info: also return counts.

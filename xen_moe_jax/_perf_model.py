@@ -74,7 +74,7 @@ class Prediction:
       row_bytes: bytes of one row on the wire, scales included.
       bytes_fast, bytes_slow: bytes that the busiest rank sends over each link.
       bytes_local: rows that the busiest rank places, or adds up, once for each slot, as they lie in memory; "balance":
-        weights that it copies to a slot of its own.
+        what it copies of the borrowed experts' rows, in front of their matmuls and behind them.
       seconds: predicted time of the operation.
       bound: "fast", "slow", "memory" or "fixed": the largest term.
       seconds_saved: "balance": what the experts of the busiest rank take less; 0 for other operations.
@@ -154,14 +154,14 @@ def perf_model(
         raise TypeError(f"{caller}: links={links!r}: must be an xm.Links")
     dtype, small, calls = _validate.dtype(dtype, caller), tokens <= SMALL_BATCH, 1
     if operation == "balance":
-        held = _validate.exact_slots(slots_per_rank, experts, ranks, caller)
+        _validate.exact_slots(slots_per_rank, experts, ranks, caller)
         inner = _validate.integer(intermediate, "intermediate", caller, minimum=1)
         if topk_idx is None:
             raise ValueError(
                 f"{caller}: operation='balance' with topk_idx=None: the cost follows from the routing; pass it"
             )
         counts = _counts(np.asarray(topk_idx), tokens, experts, top_k, ranks)
-        return _fetched_weights(counts, tokens * top_k, held, per_node, hidden * inner, dtype, links)
+        return _fetched_weights(counts, tokens * top_k, per_node, hidden, inner, dtype, links)
     if placement is not None:
         _validate.placement(placement, experts, ranks, caller)
         if topk_idx is None:
@@ -199,30 +199,32 @@ def perf_model(
 
 
 def _fetched_weights(
-    counts: np.ndarray, most: int, slots: int, per_node: int, matrix: int, dtype: Any, links: Links
+    counts: np.ndarray, most: int, per_node: int, hidden: int, inner: int, dtype: Any, links: Links
 ) -> Prediction:
-    """Cost and gain of `balance="exact"` for `counts [R, E]`, with three matrices of `matrix` elements an expert."""
+    """Cost and gain of `balance="exact"` for `counts [R, E]`, where weights are lent (`experts/lent.py`)."""
     ranks, experts = counts.shape
+    slots, matrix, itemsize = _exact.slots_at_home(experts, ranks), hidden * inner, jnp.dtype(dtype).itemsize
     divide = jax.jit(_exact.divide, static_argnames=("slots", "most"))
     parts = np.asarray(divide(jnp.asarray(counts, jnp.int32), slots=slots, most=most))
     home = np.arange(experts) // -(-experts // ranks)
     rank = np.arange(ranks)[:, None]
     far = (parts > 0) & (home // per_node != rank // per_node)
     near = (parts > 0) & (home != rank) & ~far
-    size = 3 * matrix * jnp.dtype(dtype).itemsize
+    size = 3 * matrix * itemsize
     fast, slow = float(near.sum(axis=1).max()), float(far.sum(axis=1).max())
-    own = float(((parts > 0) & (home == rank)).sum(axis=1).max()) * size
+    borrowed = np.where(home != rank, parts, 0).sum(axis=1).max()
+    local = float(borrowed) * 2 * 2 * (hidden + inner) * itemsize  # rows in and out of two matmuls, read and written
     terms = {
         "fixed": links.fixed[0],
         "fast": fast * size / links.fast,
         "slow": slow * size / links.slow,
-        "memory": own / links.memory,
+        "memory": local / links.memory,
     }
     before = np.bincount(home, counts.sum(axis=0), ranks).max()
     saved = float(before - parts.sum(axis=1).max()) * 6 * matrix / links.flops
-    seconds = terms["fixed"] + max(terms[name] for name in terms if name != "fixed")
+    seconds = sum(terms.values())  # one after another
     bound = max(terms, key=lambda name: terms[name])
-    return Prediction(fast, slow, size, fast * size, slow * size, own, seconds, bound, saved)
+    return Prediction(fast, slow, size, fast * size, slow * size, local, seconds, bound, saved)
 
 
 def _counts(topk_idx: np.ndarray, tokens: int, experts: int, top_k: int, ranks: int) -> np.ndarray:

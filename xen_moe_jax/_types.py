@@ -229,7 +229,8 @@ class MoEMLPInfo:
     """Counts of one `moe_mlp` on one rank.
 
     Attributes:
-      num_tokens_per_expert: int32 `[L]`, rows of each local expert.
+      num_tokens_per_expert: int32 `[L]`, rows of each local expert, or of each slot. With balance="exact" on Hopper
+        GPUs these are `2 L + 1`: the rank's own experts, then those that it borrowed.
       num_dropped: int32 `[]`, as in `Routed`.
     """
 

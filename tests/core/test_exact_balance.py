@@ -59,6 +59,24 @@ def test_experts_stay_at_home_where_that_is_balanced_and_few_are_lent_elsewhere(
     assert (parts[:, 5] > 0).all() and parts.sum(axis=1).max() <= 56
 
 
+@pytest.mark.parametrize("slots", [4, 6, 7, 9])
+def test_places_of_experts(slots):
+    """A rank's slots hold the experts of which it has rows; with room for all, its own ones lie as without a
+    placement."""
+    assert _exact.slots_at_home(11, R) == 7
+    counts = np.zeros((R, 11), np.int32)
+    counts[:, :3] = 16
+    parts = divide(slots, 48)(counts)
+    place = np.asarray(_exact.places(parts, slots))
+    experts = np.asarray(_exact._experts(jnp.asarray(place), slots))
+    rank, expert = np.nonzero(np.asarray(parts) > 0)
+    assert (experts[rank, place[rank, expert]] == expert).all() and len(set(rank)) == R
+    for row, home in zip(experts, xm.balance.home(11, R).experts, strict=True):
+        held = row[row >= 0]
+        assert len(set(held.tolist())) == len(held)
+        assert (row[:3] == home).all() if slots >= 7 else (np.diff(held) > 0).all()
+
+
 # -- the layer ---------------------------------------------------------------------------------------------------------
 @functools.cache
 def mesh():
@@ -102,7 +120,7 @@ def operands(seed, routing):
     )
 
 
-@pytest.mark.parametrize(("slots", "alignment"), [(4, 1), (6, 8)])
+@pytest.mark.parametrize(("slots", "alignment"), [(4, 1), (6, 8), (7, 2)])
 @pytest.mark.parametrize("routing", sorted(ROUTINGS))
 def test_exact_has_the_bits_of_a_layer_with_room_for_all(slots, alignment, routing):
     args = operands(1, routing)

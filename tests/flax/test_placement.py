@@ -84,28 +84,37 @@ def test_an_exact_balance_changes_no_value_and_drops_nothing(changes):
     assert_same_gradients(exact, {n: g for n, g in gradients.items() if np.abs(g).max() > 1e-3}, rtol=1e-5, atol=1e-5)
 
 
+def test_on_hopper():
+    """The backward pass of the Hopper kernels, which keeps no rows of the experts, with rows of slots."""
+    moe, x, target = biased(layer(GPT_OSS)), tokens(16), tokens(16, seed=5)
+    y, _, gradients = run_with_gradients(moe, x, target, mesh())
+    with plain_hopper.in_the_kernels_place():
+        placed_y, _, placed = run_with_gradients(moe, x, target, mesh(), placement=plan(1))
+    np.testing.assert_allclose(placed_y, y, rtol=1e-5, atol=1e-5)
+    assert_same_gradients(placed, gradients)
+
+
 @pytest.mark.parametrize(
-    "changes", [{}, {"remat": "experts", "alignment": 8, "expert_bias": False, "activation": "swiglu"}], ids=str
+    ("config", "at_once", "experts"),
+    [
+        (dataclasses.replace(GPT_OSS, num_experts=12), 1, [0, 1, 2]),
+        (dataclasses.replace(CONFIG, num_experts=12, remat="experts", alignment=8), 2, [0, 1, 2]),
+        (dataclasses.replace(CONFIG, num_experts=12, apply_weights_to="activation"), 3, [7, 8]),
+    ],
+    ids=["biases-one at once", "aligned-two at once", "weights in front-three at once"],
 )
-def test_on_hopper(changes):
-    """The backward pass of the Hopper kernels, which keeps no rows of the experts, with rows of slots: of a plan, and
-    of an exact balance, which lends the experts of all rows to every rank."""
-    config = dataclasses.replace(GPT_OSS, **changes)
-    exactly = dataclasses.replace(config, balance="exact")
-    moe, target = biased(layer(config)), tokens(16, seed=5)
-    for x, cases in (
-        (tokens(16), [(config, plan(1)), (exactly, None)]),
-        (np.repeat(tokens(1), 16, axis=0) + 0.01 * tokens(16, seed=3), [(exactly, None)]),
-    ):
-        moe.config = config
-        y, metrics, gradients = run_with_gradients(moe, x, target, mesh())
-        gradients = {name: g for name, g in gradients.items() if np.abs(g).max() > 1e-3}
-        with plain_hopper.in_the_kernels_place():
-            for moe.config, placement in cases:
-                placed_y, placed_metrics, placed = run_with_gradients(moe, x, target, mesh(), placement=placement)
-                np.testing.assert_allclose(placed_y, y, rtol=1e-5, atol=1e-5)
-                assert_same_gradients(placed, gradients)
-                assert placed_metrics.num_dropped == metrics.num_dropped == 0
+def test_weights_are_lent_on_hopper(config, at_once, experts):
+    """Ranks without rows borrow: two experts, or all of one rank (`_exact._pack`), in more rounds than one."""
+    moe, x, target = biased(layer(config)), tokens(16), tokens(16, seed=5)
+    chosen = np.resize(experts, 16)
+    chosen = np.stack([chosen, np.roll(chosen, 1)], axis=1).astype(np.int32)
+    y, _, gradients = run_with_gradients(moe, x, target, mesh(), topk_idx=chosen)
+    moe.config = dataclasses.replace(config, balance="exact", slots_per_rank=3 + at_once)
+    with plain_hopper.in_the_kernels_place():
+        lent_y, metrics, lent = run_with_gradients(moe, x, target, mesh(), topk_idx=chosen)
+    np.testing.assert_allclose(lent_y, y, rtol=1e-5, atol=1e-5)
+    assert_same_gradients(lent, {name: g for name, g in gradients.items() if np.abs(g).max() > 1e-3})
+    assert metrics.num_dropped == 0
 
 
 def test_an_exact_balance_among_the_active_ranks():

@@ -200,7 +200,9 @@ def test_balance_pays_where_the_busiest_rank_has_many_rows_more():
     assert few.bytes_fast == many.bytes_fast and not few.pays
     even = balance(4096, 0)
     assert even.bytes_fast == even.bytes_slow == even.seconds_saved == 0 and not even.pays
-    assert even.bytes_local == 4 * expert and even.bound == "memory"  # every rank copies its own four
+    assert even.bytes_local == 0 and even.bound == "fixed"  # every expert stays where it is
+    # a rank that borrows all its rows reads and writes them around two matmuls
+    assert many.bytes_local == 8192 * 2 * 2 * (4096 + 1536) * 2
 
 
 def test_balance_between_nodes_counts_the_slow_link():
