@@ -166,6 +166,8 @@ THOROUGH = (
     "flax/test_placement.py::test_values_and_gradients_are_those_without_a_placement[biases-chunks-remat]",
     "flax/test_placement.py::test_values_and_gradients_are_those_without_a_placement[capacity-aligned]",
     "flax/test_placement.py::test_an_exact_balance_changes_no_value_and_drops_nothing[tensor-axis-remat-all]",
+    "flax/test_placement.py::test_weights_are_lent_on_hopper[aligned-two at once]",
+    "flax/test_placement.py::test_weights_are_lent_on_hopper[weights in front-three at once]",
     # other long ones
     "native/emulator/test_kernels_emulated.py::test_scenario[members-3-3-64-0]",
     "examples/test_demo.py::test_the_comparison_notices_one_wrong_expert",
