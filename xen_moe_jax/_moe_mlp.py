@@ -103,8 +103,8 @@ def moe_mlp(
       combine_wire: the `wire` of the combine.
       placement, balance, slots_per_rank: as in `dispatch`. With a placement the weights are those of this rank's slots
         (`placement.move` brings them there), `L` is `S`; with `balance="exact"` they are those of `L` experts as ever,
-        and are moved in here. The Hopper kernels copy none: borrowed experts are fetched for each matmul, `S - L` at a
-        time, or at most 4 where `slots_per_rank` is None (`experts/lent.py`).
+        and are moved in here, to `S` slots. Where `slots_per_rank` is None the Hopper kernels copy none: borrowed
+        experts are fetched for each matmul, one at a time: less memory, and more time (`experts/lent.py`).
       replicated: the tokens are the same on every rank of `axis_name` (decode): `dispatch_replicated` and
         `combine_replicated`, so that only one sum travels. Arguments about what travels must be unset.
       return_info: also return counts.
@@ -167,10 +167,8 @@ def moe_mlp(
             "active": active,
         }
         num_ranks = math.prod(_validate.axes(axis_name, CALLER, groups=True)[1])
-        lends = balance == "exact" and num_ranks > 1 and by_hopper(function, values, weights)
+        lends = balance == "exact" and slots_per_rank is None and num_ranks > 1 and by_hopper(function, values, weights)
         if lends:
-            more = _validate.exact_slots(slots_per_rank, num_experts, num_ranks, CALLER) - num_local
-            at_once = more if slots_per_rank is not None else min(more, lent.AT_ONCE)
             slots_per_rank = _exact.slots_at_home(num_experts, num_ranks)
         sending |= {"placement": placement, "balance": balance, "slots_per_rank": slots_per_rank}
         on_its_own = all(value is None for name, value in sending.items() if name not in ("capacity", "drop"))
@@ -193,7 +191,7 @@ def moe_mlp(
             found = routed.handle.placement
             move = functools.partial(found.move, axis_name=axis_name, active=active, config=config)
             if lends:
-                weights = lent.weights_of(weights, routed.handle, at_once, move, config)
+                weights = lent.weights_of(weights, routed.handle, move, config)
             else:
                 weights = move(weights, None, found)
         back = Return(combine_wire, gradient_wire, config)

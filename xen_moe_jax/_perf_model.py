@@ -74,7 +74,8 @@ class Prediction:
       row_bytes: bytes of one row on the wire, scales included.
       bytes_fast, bytes_slow: bytes that the busiest rank sends over each link.
       bytes_local: rows that the busiest rank places, or adds up, once for each slot, as they lie in memory; "balance":
-        what it copies of the borrowed experts' rows, in front of their matmuls and behind them.
+        weights that it copies to a slot of its own, or, where none are copied (`slots_per_rank` is None), the borrowed
+        experts' rows, in front of their matmuls and behind them.
       seconds: predicted time of the operation.
       bound: "fast", "slow", "memory" or "fixed": the largest term.
       seconds_saved: "balance": what the experts of the busiest rank take less; 0 for other operations.
@@ -154,14 +155,14 @@ def perf_model(
         raise TypeError(f"{caller}: links={links!r}: must be an xm.Links")
     dtype, small, calls = _validate.dtype(dtype, caller), tokens <= SMALL_BATCH, 1
     if operation == "balance":
-        _validate.exact_slots(slots_per_rank, experts, ranks, caller)
+        held = _validate.exact_slots(slots_per_rank, experts, ranks, caller) if slots_per_rank is not None else None
         inner = _validate.integer(intermediate, "intermediate", caller, minimum=1)
         if topk_idx is None:
             raise ValueError(
                 f"{caller}: operation='balance' with topk_idx=None: the cost follows from the routing; pass it"
             )
         counts = _counts(np.asarray(topk_idx), tokens, experts, top_k, ranks)
-        return _fetched_weights(counts, tokens * top_k, per_node, hidden, inner, dtype, links)
+        return _fetched_weights(counts, tokens * top_k, held, per_node, hidden, inner, dtype, links)
     if placement is not None:
         _validate.placement(placement, experts, ranks, caller)
         if topk_idx is None:
@@ -199,11 +200,19 @@ def perf_model(
 
 
 def _fetched_weights(
-    counts: np.ndarray, most: int, per_node: int, hidden: int, inner: int, dtype: Any, links: Links
+    counts: np.ndarray,
+    most: int,
+    held: int | None,
+    per_node: int,
+    hidden: int,
+    inner: int,
+    dtype: Any,
+    links: Links,
 ) -> Prediction:
-    """Cost and gain of `balance="exact"` for `counts [R, E]`, where weights are lent (`experts/lent.py`)."""
+    """Cost and gain of `balance="exact"` for `counts [R, E]`: with weights in `held` slots, or lent if None."""
     ranks, experts = counts.shape
-    slots, matrix, itemsize = _exact.slots_at_home(experts, ranks), hidden * inner, jnp.dtype(dtype).itemsize
+    slots = _exact.slots_at_home(experts, ranks) if held is None else held
+    matrix, itemsize = hidden * inner, jnp.dtype(dtype).itemsize
     divide = jax.jit(_exact.divide, static_argnames=("slots", "most"))
     parts = np.asarray(divide(jnp.asarray(counts, jnp.int32), slots=slots, most=most))
     home = np.arange(experts) // -(-experts // ranks)
@@ -212,8 +221,10 @@ def _fetched_weights(
     near = (parts > 0) & (home != rank) & ~far
     size = 3 * matrix * itemsize
     fast, slow = float(near.sum(axis=1).max()), float(far.sum(axis=1).max())
-    borrowed = np.where(home != rank, parts, 0).sum(axis=1).max()
-    local = float(borrowed) * 2 * 2 * (hidden + inner) * itemsize  # rows in and out of two matmuls, read and written
+    if held is None:  # rows in and out of two matmuls, read and written
+        local = float(np.where(home != rank, parts, 0).sum(axis=1).max()) * 2 * 2 * (hidden + inner) * itemsize
+    else:
+        local = float(((parts > 0) & (home == rank)).sum(axis=1).max()) * size
     terms = {
         "fixed": links.fixed[0],
         "fast": fast * size / links.fast,

@@ -22,6 +22,7 @@ from tests.support.layers import (
     tokens,
     weights_of,
 )
+from xen_moe_jax.experts import lent
 from xen_moe_jax.flax import linen
 from xen_moe_jax.flax.linen import variables_of
 from xen_moe_jax.flax.nnx import MoE
@@ -103,17 +104,18 @@ def test_on_hopper():
     ],
     ids=["biases-one at once", "aligned-two at once", "weights in front-three at once"],
 )
-def test_weights_are_lent_on_hopper(config, at_once, experts):
+def test_weights_are_lent_on_hopper(config, at_once, experts, monkeypatch):
     """Ranks without rows borrow: two experts, or all of one rank (`_exact._pack`), in more rounds than one."""
     moe, x, target = biased(layer(config)), tokens(16), tokens(16, seed=5)
     chosen = np.resize(experts, 16)
     chosen = np.stack([chosen, np.roll(chosen, 1)], axis=1).astype(np.int32)
     y, _, gradients = run_with_gradients(moe, x, target, mesh(), topk_idx=chosen)
-    moe.config = dataclasses.replace(config, balance="exact", slots_per_rank=3 + at_once)
+    moe.config = dataclasses.replace(config, balance="exact")
+    monkeypatch.setattr(lent, "AT_ONCE", at_once)
     with plain_hopper.in_the_kernels_place():
-        lent_y, metrics, lent = run_with_gradients(moe, x, target, mesh(), topk_idx=chosen)
+        lent_y, metrics, lent_gradients = run_with_gradients(moe, x, target, mesh(), topk_idx=chosen)
     np.testing.assert_allclose(lent_y, y, rtol=1e-5, atol=1e-5)
-    assert_same_gradients(lent, {name: g for name, g in gradients.items() if np.abs(g).max() > 1e-3})
+    assert_same_gradients(lent_gradients, {name: g for name, g in gradients.items() if np.abs(g).max() > 1e-3})
     assert metrics.num_dropped == 0
 
 

@@ -201,8 +201,11 @@ def test_balance_pays_where_the_busiest_rank_has_many_rows_more():
     even = balance(4096, 0)
     assert even.bytes_fast == even.bytes_slow == even.seconds_saved == 0 and not even.pays
     assert even.bytes_local == 0 and even.bound == "fixed"  # every expert stays where it is
+    assert balance(4096, 0, slots_per_rank=6).bytes_local == 4 * expert  # every rank copies its own four
+    lent = balance(4096, 4096)
+    assert lent.bytes_fast == lent.rows_fast * expert and lent.pays
     # a rank that borrows all its rows reads and writes them around two matmuls
-    assert many.bytes_local == 8192 * 2 * 2 * (4096 + 1536) * 2
+    assert lent.bytes_local == 8192 * 2 * 2 * (4096 + 1536) * 2
 
 
 def test_balance_between_nodes_counts_the_slow_link():

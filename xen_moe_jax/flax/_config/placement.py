@@ -27,7 +27,8 @@ class PlacementFields:
       balance: "exact": experts are lent from their homes by each call's own counts, so that no rank gets more than
         `T * K` rows and none is dropped, as `xm.dispatch` says. Weights of lent experts travel in each call, in each of
         its chunks, and their gradients go home. Needs layout="grouped", without a capacity.
-      slots_per_rank: experts of which a rank may have rows, with balance="exact"; None is `L + ceil(L / 4)`.
+      slots_per_rank: experts of which a rank may have rows, with balance="exact"; None is `L + ceil(L / 4)`, and
+        on Hopper GPUs weights are then lent one at a time (`xm.moe_mlp`).
     """
 
     axis_name: str | tuple[str, str] = "ep"
