@@ -39,7 +39,7 @@ constexpr int kLoaders = 128;  // threads, of which one requests loads
 constexpr int kThreads = 128 * kWarpgroups + kLoaders;
 // Registers of a thread that loads and of one that multiplies. In sum they are the registers with which a block of this
 // size is launched, 96 a thread.
-constexpr int kLoadRegisters = 64, kMultiplyRegisters = 104;
+constexpr int kLoadRegisters = 32, kMultiplyRegisters = 112;
 constexpr int kFp4Block = 32;     // elements along the depth with one exponent
 constexpr int kStageDepth = 128;  // elements of the contracted dimension
 constexpr int kAtom = 128;        // bytes of a row of shared memory, whose 16-byte chunks are swizzled
@@ -229,7 +229,7 @@ __device__ __forceinline__ uint32_t Times(uint32_t a, uint32_t b) {
 // Widens a unit of ldmatrix: bytes (k, even column), (k, odd column), (k + 1, even), (k + 1, odd). `of_even`, `of_odd`:
 // the scales of the two columns.
 template <WeightFormat kFormat>
-__device__ __forceinline__ void Widen(uint32_t bytes, float of_even, float of_odd, uint32_t* even, uint32_t* odd) {
+__device__ __forceinline__ void WidenUnit(uint32_t bytes, float of_even, float of_odd, uint32_t* even, uint32_t* odd) {
   float values[4];
   if constexpr (kFormat == WeightFormat::kInt8) {
     const uint32_t shifted = bytes ^ 0x80808080u;  // value + 128, put behind the exponent of 2^23
@@ -341,45 +341,48 @@ __device__ __forceinline__ void Load(const QuantizedRowsParams& p, const Maps& m
   }
 }
 
-// Widens the elements of kSteps wgmma of the stage at `stage`, from wgmma number `first` of the stage on.
+// The weights of kSteps wgmma as they lie in a stage, from wgmma number `first` of the stage on.
 template <class S, int kSteps>
-__device__ __forceinline__ void WidenSteps(const char* stage, uint32_t weights_at, int own, int first,
-                                           BlockScales* scales, int block_rows, uint32_t (&a)[kSteps][4]) {
-  constexpr int kUnits = S::kFp4 ? kSteps : 2 * kSteps;  // of eight rows of bytes
+struct Fetched {
+  static constexpr int kUnits = S::kFp4 ? kSteps : 2 * kSteps;  // of eight rows of bytes
   uint32_t bytes[kUnits];
-  LoadTransposed(bytes, SharedAddress(stage) + weights_at + first * (S::kFp4 ? 8 : 16) * kAtom);
-  if constexpr (S::kFp4) {
-    constexpr int kBlocks = (kSteps * 16 + kFp4Block - 1) / kFp4Block;
-    const char* exponents = stage + S::kRowBytes + S::kWeightBytes + first * 16 / kFp4Block * kColumns + own;
-    uint32_t two[kBlocks], most = 0;
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-      two[i] = *reinterpret_cast<const uint16_t*>(exponents + i * kColumns);
-      most = max(most, max(two[i] & 0xFF, two[i] >> 8));
-    }
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) WidenFp4(bytes[i], Fp4Scales(two[i * 16 / kFp4Block]), a[i]);
-    if (most > 128) {
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) MultiplyByRest(two[i * 16 / kFp4Block], a[i]);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      if (first * 16 % 64 == 0 && i == 0) scales->Advance(64, block_rows);
-      Widen<S::kFormat>(bytes[2 * i], scales->even, scales->odd, &a[i][0], &a[i][1]);
-      Widen<S::kFormat>(bytes[2 * i + 1], scales->even, scales->odd, &a[i][2], &a[i][3]);
+  uint32_t two;  // exponents of MXFP4 of this thread's columns
+
+  __device__ __forceinline__ void Fetch(const char* stage, uint32_t weights_at, int own, int first) {
+    LoadTransposed(bytes, SharedAddress(stage) + weights_at + first * (S::kFp4 ? 8 : 16) * kAtom);
+    if constexpr (S::kFp4) {
+      static_assert(kSteps * 16 <= kFp4Block, "one exponent for the elements of a column");
+      const char* exponents = stage + S::kRowBytes + S::kWeightBytes + first * 16 / kFp4Block * kColumns + own;
+      two = *reinterpret_cast<const uint16_t*>(exponents);
     }
   }
-}
+  __device__ __forceinline__ void Widen(int first, BlockScales* scales, int block_rows,
+                                        uint32_t (&a)[kSteps][4]) const {
+    if constexpr (S::kFp4) {
+      const Fp4Scales both(two);
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) WidenFp4(bytes[i], both, a[i]);
+      if (max(two & 0xFF, two >> 8) > 128) {
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) MultiplyByRest(two, a[i]);
+      }
+    } else {
+      if (first * 16 % 64 == 0) scales->Advance(64, block_rows);
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        WidenUnit<S::kFormat>(bytes[2 * i], scales->even, scales->odd, &a[i][0], &a[i][1]);
+        WidenUnit<S::kFormat>(bytes[2 * i + 1], scales->even, scales->odd, &a[i][2], &a[i][3]);
+      }
+    }
+  }
+};
 
 // Multiplies a tile of up to kN rows and stores it. While the wgmma of some steps run, the elements of the next ones
-// are widened into other registers.
+// are widened into other registers, and those after them come from shared memory.
 template <class S, int kN>
 __device__ __forceinline__ void MultiplyTile(const QuantizedRowsParams& p, const Tile& tile, const char* stages,
                                              const uint64_t* loaded, uint64_t* released, Slot& slot) {
-  // Steps of 16 elements whose wgmma are issued together: as many as registers allow.
-  constexpr int kSteps = kN == 64 ? 1 : 2, kGroups = kStageDepth / 16 / kSteps;
+  constexpr int kSteps = 2, kGroups = kStageDepth / 16 / kSteps;  // wgmma that are issued together, and their groups
   static_assert(kGroups % 2 == 0, "the registers of a group are known at compile time");
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   const int columns_at = 16 * warp;             // 64 columns a warpgroup, 16 a warp
@@ -393,13 +396,16 @@ __device__ __forceinline__ void MultiplyTile(const QuantizedRowsParams& p, const
   BlockScales scales(p, static_cast<const float*>(m.scales), tile.group, tile.column + own);
   uint64_t* before = nullptr;
   uint32_t a[2][kSteps][4];
+  Fetched<S, kSteps> fetched[2];
   for (int depth = 0; depth < p.depth; depth += kStageDepth) {
     Await(&loaded[slot.index], slot.phase);
     const char* stage = stages + slot.index * S::kStageBytes;
     const uint64_t rows = RowsDescriptor(SharedAddress(stage));
+    fetched[0].Fetch(stage, weights_at, own, 0);
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-      WidenSteps<S, kSteps>(stage, weights_at, own, group * kSteps, &scales, p.block_rows, a[group & 1]);
+      if (group + 1 < kGroups) fetched[(group + 1) & 1].Fetch(stage, weights_at, own, (group + 1) * kSteps);
+      fetched[group & 1].Widen(group * kSteps, &scales, p.block_rows, a[group & 1]);
       FenceMultiplication();
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
