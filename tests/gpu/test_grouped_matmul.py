@@ -32,6 +32,7 @@ TILINGS = {
     "clusters n": Tiles(cluster="n"),
     "clusters m": Tiles(cluster="m"),
     "tall, clusters n": Tiles(m=256, n=128, cluster="n"),
+    "tall": hopper.TALL,
     "split n": Tiles(split="n"),
     "half as high": Tiles(m=64, split="n"),
     "half as high, claimed": Tiles(m=64, split="n", claimed=True),
@@ -98,7 +99,7 @@ def test_tilings(tiling):
     check(*operands((1, 700, 9, 12000), depth=512), plan)
 
 
-@pytest.mark.parametrize("tiling", ["no clusters", "half as high, claimed", "claimed, small"])
+@pytest.mark.parametrize("tiling", ["no clusters", "half as high, claimed", "claimed, small", "tall"])
 @pytest.mark.parametrize("groups", GROUPS)
 def test_gathered_rows(groups, tiling):
     """Rows by an index: the bits of the same kernels on rows that were put in order, and of any index behind them."""

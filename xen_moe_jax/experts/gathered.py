@@ -174,7 +174,8 @@ def _backward(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
     row_weights = _whole(row_weights)
     weighted, of_weighted = jax.vjp(mlp.weighted, inner, row_weights)
     by_inner, by_row_weights = of_weighted(_vary(by_weighted, inner))
-    by_down = hopper.rows_by_rows(weighted, cotangent, sizes, index, gathered="others", tiles=plan_of_last.weights)
+    tiles = plan_of_last.columns_gathered
+    by_down = hopper.rows_by_rows(weighted, cotangent, sizes, index, gathered="others", tiles=tiles)
     by_last = {"down": _vary(by_down, x)}
     if biases is not None:
         by_last["down_bias"] = hopper.sum_of_groups(plan_of_last, cotangent, sizes, row_weights, index)

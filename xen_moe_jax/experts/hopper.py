@@ -49,6 +49,9 @@ FEW = (Tiles(m=64, split="n"), Tiles(m=64, n=128, stages=8, split="n"))
 SWIGLU = Activation()
 SUMS = Tiles(m=64, split="n")
 """Tiles of the contraction with ones: as low as tiles can be, since all rows but one or two are zeros."""
+TALL = Tiles(m=256, n=128)
+"""Tiles of weights' gradients in bands where the rows on the side of the columns are gathered: half as many elements of
+a row are copied by threads, and twice as many by TMA. 1,526 us instead of 1,717 at DeepSeek-V3's size (H100)."""
 BAND_FROM, BAND = 16, 8
 """Tiles of rows are computed in bands of `BAND` rows of tiles, and so are those of weights' gradients with more columns
 of tiles than `BAND_FROM`. All thread blocks together compute 132 tiles at a time. Row by row, blocks side by side
@@ -63,14 +66,19 @@ swizzle, store zeros; with 128 and 192 columns every element is right (tests/gpu
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Tiles of the kernels: forward, gradient of the rows, gradient of the weights, two projections side by side, and
-    gradient of the biases."""
+    """Tiles of the kernels: forward, gradient of the rows, gradient of the weights, two projections side by side,
+    gradient of the biases, and gradient of the weights from gathered rows on the side of the columns."""
 
     forward: Tiles
     rows: Tiles
     weights: Tiles
     gated: Tiles = GATED
     sums: Tiles = SUMS
+    gathered: Tiles | None = None
+
+    @property
+    def columns_gathered(self) -> Tiles:
+        return self.gathered or self.weights
 
 
 @functools.cache
@@ -95,10 +103,13 @@ def plan(depth: int, columns: int, rows: int | None = None, groups: int = 1) -> 
         band = BAND if chosen.m > SUMS.m and -(-width // chosen.n) > band_from else 1
         return dataclasses.replace(chosen, band=band, swizzle=swizzle, claimed=in_overlap())
 
+    weights = best(PREFERRED, columns, BAND_FROM)
+    tall = weights.band > 1 and depth % TALL.m == 0
     return Plan(
         forward=best(of_rows, columns),
         rows=best(of_rows, depth),
-        weights=best(PREFERRED, columns, BAND_FROM),
+        weights=weights,
+        gathered=best((TALL,), columns, BAND_FROM) if tall else None,
         gated=best((FEW[0] if few else GATED,), columns),
         sums=best((SUMS,), columns),
     )
