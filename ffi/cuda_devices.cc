@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "cuda_kernels/core/params.h"
+#include "cuda_kernels/experts/quantized_rows.h"
 #include "cuda_kernels/kernels.h"
 #include "ffi/devices.h"
 
@@ -107,6 +108,7 @@ class Cuda final : public Devices {
       Check(cudaStreamSynchronize(gpu.stream), "cudaStreamSynchronize");
       Check(cudaDeviceGetAttribute(&gpu.sms, cudaDevAttrMultiProcessorCount, ordinal), "cudaDeviceGetAttribute");
       Check(static_cast<cudaError_t>(PreloadKernels(kSmallGroup)), "loading the kernels");
+      Check(static_cast<cudaError_t>(PreloadQuantizedRows()), "loading the kernels of quantized weights");
       Check(static_cast<cudaError_t>(PeerKernelsFor(kSmallGroup).preload()), "loading the kernels across nodes");
       gpus_[ordinal] = gpu;
     }

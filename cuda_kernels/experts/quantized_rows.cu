@@ -585,13 +585,31 @@ bool DescribeAll(const QuantizedRowsParams& p, Maps* maps) {
   return true;
 }
 
+// Loads the kernel of a format on the current device. Returns a cudaError_t.
+template <WeightFormat kFormat>
+int LoadFormat() {
+  const auto kernel = QuantizedRowsKernel<kFormat>;
+  cudaFuncAttributes attributes;
+  if (int e = cudaFuncGetAttributes(&attributes, kernel)) return e;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape<kFormat>::kSharedBytes);
+}
+
+// Returns a cudaError_t, and whether the current device is a Hopper GPU.
+int FindHopper(int* device, bool* hopper) {
+  int major = 0;
+  if (int e = cudaGetDevice(device)) return e;
+  if (int e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, *device)) return e;
+  *hopper = major == 9;
+  return cudaSuccess;
+}
+
 // Launches the kernel of a format, with a block for each multiprocessor unless there are fewer tiles. Returns a
 // cudaError_t.
 template <WeightFormat kFormat>
 int LaunchFormat(const QuantizedRowsParams& p, int multiprocessors, cudaStream_t stream) {
   using S = Shape<kFormat>;
   const auto kernel = QuantizedRowsKernel<kFormat>;
-  if (int e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes)) return e;
+  if (int e = LoadFormat<kFormat>()) return e;
   Maps maps{};
   if (!EncodeFunction()) return cudaErrorNotSupported;
   if (!DescribeAll<S>(p, &maps)) return cudaErrorInvalidValue;
@@ -610,11 +628,11 @@ int LaunchFormat(const QuantizedRowsParams& p, int multiprocessors, cudaStream_t
 }  // namespace
 
 int LaunchQuantizedRows(const QuantizedRowsParams& p, cudaStream_t stream) {
-  int device = 0, major = 0, multiprocessors = 0;
-  if (int e = cudaGetDevice(&device)) return e;
-  if (int e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return e;
+  int device = 0, multiprocessors = 0;
+  bool hopper = false;
+  if (int e = FindHopper(&device, &hopper)) return e;
   if (int e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device)) return e;
-  if (major != 9) return cudaErrorNoKernelImageForDevice;
+  if (!hopper) return cudaErrorNoKernelImageForDevice;
   if (p.capacity == 0 || p.groups == 0) return cudaSuccess;
   switch (p.format) {
     case WeightFormat::kE4m3:
@@ -626,6 +644,17 @@ int LaunchQuantizedRows(const QuantizedRowsParams& p, cudaStream_t stream) {
     default:
       return LaunchFormat<WeightFormat::kMxfp4>(p, multiprocessors, stream);
   }
+}
+
+int PreloadQuantizedRows() {
+  int device = 0;
+  bool hopper = false;
+  if (int e = FindHopper(&device, &hopper)) return e;
+  if (!hopper) return cudaSuccess;
+  if (int e = LoadFormat<WeightFormat::kE4m3>()) return e;
+  if (int e = LoadFormat<WeightFormat::kE5m2>()) return e;
+  if (int e = LoadFormat<WeightFormat::kInt8>()) return e;
+  return LoadFormat<WeightFormat::kMxfp4>();
 }
 
 }  // namespace xen_moe

@@ -33,5 +33,7 @@ struct QuantizedRowsParams {
 // synchronizes. `depth` is a positive multiple of 8 (kMxfp4: 32), `columns` of 16. Rows past the last group are not
 // written.
 int LaunchQuantizedRows(const QuantizedRowsParams& params, cudaStream_t stream);
+// Loads the kernels of all formats on the current device, if it is a Hopper GPU; returns a cudaError_t.
+int PreloadQuantizedRows();
 
 }  // namespace xen_moe
