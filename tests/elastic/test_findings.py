@@ -11,7 +11,7 @@ import pytest
 
 from tests.elastic.test_members import FORK, until
 from tests.elastic.test_members import ranks as ranks  # a fixture
-from xen_moe_jax import elastic
+from xen_moe_jax import balance, elastic
 from xen_moe_jax.backends.cuda import liveness, members
 from xen_moe_jax.elastic import _board, _membership
 
@@ -329,3 +329,14 @@ def test_nothing_is_kept_of_processes_that_have_gone(open_group, tmp_path):
 def come_and_go(folder):
     with elastic.Group(folder, 3, slot=1) as group:
         group.join(timeout_s=30)
+
+
+def test_experts_whose_loading_failed_are_named_again(open_group):
+    base = balance.from_experts(np.array([[0, 1, -1, -1], [2, 3, -1, -1]], np.int32), 4)
+    group = open_group(2, placement=base)
+    change = group.join()
+    assert change.fetch == ((2, 2), (3, 3)) and group.experts.tolist() == [0, 1, 2, 3]
+    change = group.recover(change.step)  # the loading of an expert has raised
+    assert change.fetch == ((2, 2), (3, 3))
+    assert group.boundary(change.step) is None  # they are loaded
+    assert group.recover(change.step).fetch == ()

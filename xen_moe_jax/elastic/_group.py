@@ -109,7 +109,7 @@ class Group:
             raise ValueError(f"{caller}: slot={slot}: must be below slots={slots}")
         if not isinstance(axis_name, str):
             raise TypeError(f"{caller}: axis_name={axis_name!r}: must be a str")
-        if timeout_s <= 0:
+        if not timeout_s > 0:  # nor NaN
             raise ValueError(f"{caller}: timeout_s={timeout_s!r}: must be positive seconds")
         if placement is not None:
             _validate.placement(placement, placement.num_experts, self.num_ranks, caller)
@@ -135,7 +135,9 @@ class Group:
             self._rows = Rows(self._board.folder / "rows", self.rank, self.num_ranks, claims, self._check_wait)
             _mesh.join(axis_name, self)
             undo.pop_all()
-        self._held = None if placement is None else placement.experts[self.rank].copy()
+        # The expert in each slot of this rank once the last `Change` has been loaded, and at the last `boundary`: a
+        # caller that calls `recover` instead may have loaded any part of that `Change`.
+        self._held = self._loaded = None if placement is None else placement.experts[self.rank].copy()
         if placement is not None:
             self.placement = self._placed(placement.without(self.active()))
 
@@ -194,7 +196,8 @@ class Group:
             return self._adopt(self._membership.enter(start_with, timeout_s))
 
     def boundary(self, step: int) -> Change | None:
-        """Changes the members where that is due. Call it before every step, while no program runs.
+        """Changes the members where that is due. Call it before every step, while no program runs, and once the experts
+        of the last `Change` are loaded.
 
         Args:
           step: number of the step that this process runs next.
@@ -209,6 +212,7 @@ class Group:
           RuntimeError: the group is closed, or kernels exchange and the members' memory could not be mapped.
         """
         self._open("boundary")
+        self._loaded = self._held
         if not self._membership.due(step):
             return None
         self._membership.propose(urgent=False)
@@ -217,8 +221,9 @@ class Group:
     def recover(self, step: int) -> Change:
         """Agrees on the next set of members with the members that are left, and makes the group usable again.
 
-        Call it after `xm.check` has raised, while no program runs. A process that has seen no failure need not be told:
-        its own step fails.
+        Call it after `xm.check` has raised, or after the loading of experts has, while no program runs. A process that
+        has seen no failure need not be told: its own step fails. `Change.fetch` names the experts of earlier changes
+        again for which no `boundary` has said that they are loaded.
 
         Args:
           step: number of the step that failed.
@@ -254,7 +259,8 @@ class Group:
                 start = balance.from_experts(experts, self._base.num_experts).without(self.active())
             self.placement = self._placed(balance.repair(self._placed(start), self.active()))
             mine = self.placement.experts[self.rank]
-            fetch = tuple((int(s), int(mine[s])) for s in np.flatnonzero((mine != self._held) & (mine >= 0)))
+            missing = (mine >= 0) & ((mine != self._held) | (mine != self._loaded))
+            fetch = tuple((int(s), int(mine[s])) for s in np.flatnonzero(missing))
             self._held = np.where(mine >= 0, mine, self._held)
         return Change(settled.number, settled.step, tuple(sorted({*joined})), tuple(sorted({*lost})), fetch)
 
@@ -385,7 +391,8 @@ class Group:
         does nothing.
 
         Raises:
-          RuntimeError: the GPU did not become idle. The group is closed all the same.
+          RuntimeError: the GPU did not become idle. The group is closed all the same, but the members are not told that
+            this process has left, because its kernels may still store into their memory: they end it after `timeout_s`.
         """
         if self._closed:
             return
@@ -394,10 +401,10 @@ class Group:
             last.callback(setattr, self, "_failure", "")  # `xm.check` asks every group that this process has opened
             last.callback(self._rows.close)
             last.callback(self._board.close)
-            last.callback(self._membership.leave)
             self._stop_watching()
             if self._kernels is not None:
                 self._kernels.leave()
+            self._membership.leave()
 
     def __enter__(self) -> Group:
         return self
