@@ -155,7 +155,7 @@ def decode_sums(
             num_scalar_prefetch=0,
             grid=(tokens // size,),
             in_specs=[
-                pl.BlockSpec((size, table.shape[1]), lambda i: (i, 0)),
+                pl.BlockSpec((-(-size // SUBLANES) * SUBLANES, table.shape[1]), lambda i: (i, 0)),
                 pl.BlockSpec((top_k, size, *of_row), lambda i: (0, i, 0, 0)),
             ],
             out_specs=pl.BlockSpec((size, hidden), lambda i: (i, 0)),

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 from jax._src import api, callback  # noqa: TID251  the library imports nothing of it
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # noqa: TID251
@@ -43,8 +44,10 @@ def quick() -> Iterator[None]:
         callback.api = api
 
 
-def races_found() -> bool:
-    """Returns True if the interpreter has seen a race in the last program that ran with `detect_races=True`."""
+def races_found(result: Any) -> bool:
+    """Waits for `result`, and returns True if the interpreter has seen a race in the last kernel of its program, which
+    ran with `detect_races=True`."""
+    jax.block_until_ready(result)
     return interpret_pallas_call.races.races_found
 
 
