@@ -265,7 +265,8 @@ def combine(
     count = blocks(config, sms, QUANTIZING_SMS if quantizes else DEFAULT_SMS)
     items = (spec.num_ranks - 1) * spec.num_tokens or spec.num_tokens
     small = items <= 4 * count * module.compiled().warps
-    push = count // 2 if small or quantizes else max(count * 3 // 8, min(16, count * 5 // 8))
+    usual = max(count * 3 // 8, min(16, count * 5 // 8))
+    push = count // 2 if small else max(usual, count // 2) if quantizes else usual
     push = _within(_tuning.push_blocks or push, count)
     parts = _parts(items, 4 * push * module.compiled().warps, hidden, config)
     return Schedule(count, push, 1, parts, max(1, spec.num_tokens))
