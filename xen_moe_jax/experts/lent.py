@@ -188,6 +188,8 @@ def _in_windows(step: Callable[..., Any], count: int, weights: Lent, sizes: Any,
     int32 `[W]`, how many rows each of the round's experts has there. Rows in front of the first that is `mine` count
     for one of them.
     """
+    if count == 0:
+        return carry
     height = min(-(-count // WINDOWS // ROWS) * ROWS, count)
     local = weights.shape[0]
     of_slots = weights.of_round(sizes[local:], turn)
