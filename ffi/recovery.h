@@ -20,12 +20,12 @@ class Recovery {
   Recovery(const Job& job, const Groups& groups, Changes& changes, PersistentMemory& persistent, StagingMemory& staging,
            int channel);
 
-  // Tells the kernels of this workspace that still wait to end.
+  // Tells kernels of this workspace that still wait to end.
   void Interrupt(double seconds);
   // Starts again after a failure. Returns, or throws MemoryError, within about `seconds`.
   void Reset(double seconds);
-  // For groups whose processes come and go, and agree on their members by themselves: ends operations that still wait,
-  // and returns once the GPU is idle. Throws MemoryError after `seconds`.
+  // For groups whose processes come and go, and which agree on their members by themselves (xen_moe_jax.elastic): ends
+  // operations that still wait, and returns once the GPU is idle. Throws MemoryError after `seconds`.
   void Quiet(double seconds);
   // Starts again with other members, after Quiet has returned on all of them. `map` maps their memory, `gone` holds the
   // processes that are absent, and all members begin with the same `epoch` and the same `generation` of the memory.
@@ -34,13 +34,14 @@ class Recovery {
   // For tests: starts again from this epoch, as after a reset. Nothing may be running.
   void SetEpochForTest(uint32_t epoch);
   // Called when a process has ended: every group that has a rank there fails. `clean`: the process had announced its
-  // end; then the failure shows when an operation needs that rank. So it does in any case after FailOnlyWhenNeeded.
+  // end; then the failure shows only when an operation needs that rank. After FailOnlyWhenNeeded this holds for every
+  // process.
   void MarkDead(int process, bool clean);
   // Called once a program uses an `active` mask. From then on a dead rank fails the group only when an operation
   // actually needs it.
   void FailOnlyWhenNeeded() { masked_.store(true); }
 
-  // Returns the latest epoch of this process's rank; 0 where it has no memory.
+  // Returns the latest epoch, which is the number of an operation, of this process's ranks; 0 if there is no memory.
   uint32_t NewestEpoch() const { return persistent_.made() ? persistent_.NewestEpoch() : 0; }
 
   // Returns the processes that have died and that a reset has left out: the same set in every process that is left.

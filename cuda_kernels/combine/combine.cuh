@@ -117,7 +117,7 @@ __device__ __forceinline__ uint32_t PartialFlagIndex(const CombineParams& p, int
   return (static_cast<uint32_t>(source) * p.routing.tokens + token) * p.schedule.parts + part;
 }
 
-// `kSteps` partial octets of a lane, as a chunk of the wire.
+// Quantizes kSteps steps of a partial row, of which each lane holds its octets, to a chunk of the wire.
 template <WireType kWire, int kSteps>
 __device__ __forceinline__ WireChunk<kWire, kSteps> ToChunk(const Octet (&partial)[kSteps], bool ue8m0) {
   WireChunk<kWire, kSteps> chunk;
@@ -137,7 +137,9 @@ struct DirectPush {
   __device__ __forceinline__ static bool Takes(const Running&, int) { return true; }
 };
 
-// kGeneral: octet by octet on the wire, for every hidden size.
+// Adds up the rows that this rank holds of one token, and sends one part of the sum. `item` numbers the pairs of a
+// source and a token, times the parts. kGeneral: for every hidden size, with the octets of a quantized wire in the
+// order of their elements.
 template <class Y, WireType kWire, int kSteps, bool kGeneral, class Way>
 __device__ __forceinline__ void PushPartial(const CombineParams& p, CombineShared& shared, char* ring, bool vector,
                                             Signaller& signaller, int item) {
@@ -230,6 +232,7 @@ __device__ __forceinline__ void PushPartials(const CombineParams& p, CombineShar
   });
 }
 
+// Loads kSteps steps of a staged row whose octets lie in the order of their elements.
 template <class Y, WireType kWire, int kSteps>
 __device__ __forceinline__ void LoadPartial(const CombineParams& p, const char* wire, int base, int end, bool vector,
                                             Octet (&partial)[kSteps]) {
@@ -301,8 +304,8 @@ __device__ __forceinline__ void StreamPartials(const CombineParams& p, CombineSh
   RowStream<Y, kSteps>::Run(ring, first_above + CountRanks(above), begin, end, row_of, clear, add, after_row, store);
 }
 
-// StreamChunks for a quantized wire: own rows go through the ring, staged rows through registers; the first staged row
-// is loaded before the own rows are summed.
+// StreamPartials for a quantized wire. Own rows go through the ring in shared memory, staged rows through registers;
+// the first kAhead staged rows of a batch are loaded before its own rows are summed.
 template <class Y, WireType kWire, int kSteps>
 __device__ __forceinline__ void StreamChunks(const CombineParams& p, CombineShared& shared, char* ring,
                                              const RankMask& ranks, int own, int token, int begin, int end, Y* out) {

@@ -1,5 +1,5 @@
-// Eight consecutive elements per lane, in float32. A warp step is 256 elements; a scale block of 128 is 16 lanes, and
-// one of 32, of MXFP4, is 4 lanes.
+// Octets: eight consecutive elements of a row for each lane, in float32. A warp step is the 256 elements of 32 lanes.
+// 16 lanes hold a scale block of 128 elements; 4 lanes hold a block of 32, as MXFP4 has them.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -117,7 +117,7 @@ __device__ __forceinline__ void StoreOctet(T* row, int e, int end, bool vector, 
   }
 }
 
-// How an octet lies on a quantized wire.
+// How many elements share a scale on a quantized wire, and the bytes of an octet there.
 template <WireType kWire>
 struct Format {
   static constexpr int kBlock = kScaleBlock;  // elements that share a scale
@@ -130,7 +130,8 @@ struct Format<WireType::kMxfp4> {
   static constexpr int kOctetBytes = kOctet / 2;
   using Bits = uint32_t;
 };
-// Returns the place of element `e`, a multiple of 8, in a wire row.
+// Returns the byte of a wire row at which the octet of element `e`, a multiple of 8, begins if octets lie in the order
+// of their elements.
 template <WireType kWire>
 __device__ __forceinline__ int WirePlace(int e) {
   return e / kOctet * Format<kWire>::kOctetBytes;
@@ -143,13 +144,14 @@ struct QuantizedOctet {
   float scale;
 };
 
-// The scale of a block, and the factor that its elements are multiplied by. If an element is not finite, the scale is
-// NaN, or infinity on an MXFP4 wire, the values are zero and `inverse` is negative.
+// The scale of a block, and `inverse`, the factor by which its elements are multiplied before they are rounded. If an
+// element is not finite, the scale is NaN (on an MXFP4 wire infinity), `inverse` is negative, and the block's wire
+// values are zero.
 struct BlockScale {
   float scale, inverse;
 };
-// The arithmetic of docs/design/internals.md, "Quantize". `bits`: those of the largest magnitude. Magnitudes compare as
-// integers: NaN > infinity > every finite value.
+// Returns the scale of a block (docs/design/internals.md, "Quantize"). `bits`: the float32 bits of its largest
+// magnitude. Bits of magnitudes compare as integers: NaN > infinity > every finite value.
 template <WireType kWire>
 __device__ __forceinline__ BlockScale ScaleOf(uint32_t bits, bool ue8m0) {
   constexpr float kQmax = kWire == WireType::kInt8 ? 127.0f : 448.0f;
@@ -171,6 +173,7 @@ __device__ __forceinline__ BlockScale ScaleOf<WireType::kMxfp4>(uint32_t bits, b
   const uint32_t exponent = mxfp4::ExponentFor(bits);
   return {mxfp4::ScaleOf(exponent), mxfp4::InverseOf(exponent)};
 }
+// Returns the wire values of an octet: its elements times `inverse`, rounded; zeros if `inverse` is negative.
 template <WireType kWire>
 __device__ __forceinline__ typename Format<kWire>::Bits QuantizeBits(const Octet& o, float inverse) {
   if constexpr (kWire == WireType::kMxfp4) {
@@ -200,7 +203,7 @@ __device__ __forceinline__ typename Format<kWire>::Bits QuantizeBits(const RawOc
     return QuantizeBits<kWire>(Widen(raw), inverse);
   }
 }
-// All 32 lanes call it.
+// Quantizes the octet of each lane. All 32 lanes call it: the lanes of a block find its largest magnitude together.
 template <WireType kWire>
 __device__ __forceinline__ QuantizedOctet<kWire> Quantize(const Octet& o, bool ue8m0) {
   uint32_t bits = 0;
@@ -213,6 +216,7 @@ __device__ __forceinline__ QuantizedOctet<kWire> Quantize(const Octet& o, bool u
   return {QuantizeBits<kWire>(o, block.inverse), block.scale};
 }
 
+// Returns float32(value) * scale for the wire values of an octet.
 template <WireType kWire>
 __device__ __forceinline__ Octet Dequantize(const QuantizedOctet<kWire>& q) {
   Octet o;
@@ -237,7 +241,7 @@ __device__ __forceinline__ Octet Dequantize(const QuantizedOctet<kWire>& q) {
     return o;
   }
 }
-// The octet rounded to T.
+// Does the same and rounds to T.
 template <class T, WireType kWire>
 __device__ __forceinline__ RawOctet<T> DequantizeTo(const QuantizedOctet<kWire>& q) {
   if constexpr (kWire == WireType::kMxfp4 && std::is_same_v<T, __nv_bfloat16>) {
@@ -249,7 +253,8 @@ __device__ __forceinline__ RawOctet<T> DequantizeTo(const QuantizedOctet<kWire>&
   }
 }
 
-// A wire row has room for ceil(H/8) octets: the last octet may hold zeros past H.
+// Store and load the octet of element `e` where octets lie in the order of their elements. The lane with the first
+// octet of a block stores its scale. A wire row has room for ceil(H/8) octets: the last octet may hold zeros past H.
 template <WireType kWire>
 __device__ __forceinline__ void StoreQuantized(char* wire_row, uint64_t scale_offset, int e, int end,
                                                const QuantizedOctet<kWire>& q) {

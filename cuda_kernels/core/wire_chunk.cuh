@@ -1,16 +1,17 @@
-// A few steps of a quantized row, as a warp holds them between the rounding and the wire.
+// A chunk: a few steps of a quantized row, as a warp holds them in registers between the rounding and the wire.
 //
-// A step is 256 elements; a lane has the octet with its number in every step, from the first load to the last store. On
-// the wire two steps are interleaved: what lane l stores at once is octet l of the first step and octet l of the
-// second, so that both ends move 16 bytes a lane (8 of MXFP4). The remainder of a part after its last two whole steps
-// lies in element order. Rows are multiples of 8 elements here; all lanes of a warp call every function together.
+// A step is 256 elements; lane l has octet l of every step, from the first load to the last store. On the wire two
+// steps are interleaved: octet l of the first step lies beside octet l of the second, so that lane l stores and loads
+// both at once, 16 bytes (8 of MXFP4). The elements of a part after its last two whole steps lie in order. Rows are
+// multiples of 8 elements here; all lanes of a warp call every function together.
 #pragma once
 
 #include "cuda_kernels/core/octet.cuh"
 
 namespace xen_moe {
 
-// The larger of two magnitudes as bits, which compare as integers; with 2-byte elements, two of each side by side.
+// Returns the larger of two magnitudes, given as bits, which compare as integers. With 2-byte elements, each argument
+// holds two magnitudes side by side, and so does the result.
 template <int kBytes>
 __device__ __forceinline__ uint32_t Larger(uint32_t a, uint32_t b) {
   if constexpr (kBytes == 4) {
@@ -19,6 +20,8 @@ __device__ __forceinline__ uint32_t Larger(uint32_t a, uint32_t b) {
     return __vmaxu2(a, b);
   }
 }
+// Returns the largest magnitude of an octet as bits; with 2-byte elements, that of the elements with even numbers and
+// that of the elements with odd numbers side by side.
 template <class T>
 __device__ __forceinline__ uint32_t Magnitude(const RawOctet<T>& raw) {
   constexpr uint32_t kMask = sizeof(T) == 4 ? 0x7FFFFFFFu : 0x7FFF7FFFu;
@@ -28,7 +31,7 @@ __device__ __forceinline__ uint32_t Magnitude(const RawOctet<T>& raw) {
   for (int i = 1; i < RawOctet<T>::kVectors * 4; ++i) most = Larger<sizeof(T)>(most, words[i] & kMask);
   return most;
 }
-// The larger of the two, widened to float32.
+// Returns the float32 bits of the largest magnitude, as Magnitude<T> returns it. The second argument gives T.
 __device__ __forceinline__ uint32_t FloatBits(uint32_t magnitudes, float) { return magnitudes; }
 __device__ __forceinline__ uint32_t FloatBits(uint32_t magnitudes, __nv_bfloat16) {
   return max(magnitudes & 0xFFFF0000u, magnitudes << 16);
@@ -39,9 +42,9 @@ __device__ __forceinline__ uint32_t FloatBits(uint32_t magnitudes, __half) {
   return __float_as_uint(__half2float(__half(larger)));
 }
 
-// Returns the maximum of `most[step]` over the lanes of a group of kLanes, for the step `lane % kLanes`; every lane
-// gives `most` of its own octets. Every round halves the steps that a lane handles: fewer shuffles than log2(kLanes) a
-// step.
+// Returns, for the step `lane % kLanes`, the maximum of `most[step]` over kLanes neighbouring lanes. Every lane gives
+// the magnitudes `most` of its own octets in kLanes steps. In every round two lanes share out the steps that both still
+// handle: this takes kLanes - 1 shuffles, where a reduction of each step takes kLanes * log2(kLanes).
 template <int kBytes, int kLanes>
 __device__ __forceinline__ uint32_t LargestOfOwn(const uint32_t* most) {
   uint32_t kept[kLanes];
@@ -59,18 +62,18 @@ __device__ __forceinline__ uint32_t LargestOfOwn(const uint32_t* most) {
   return kept[0];
 }
 
-// The scales of a chunk. A step has two (of lanes 0 to 15 and of lanes 16 to 31); one lane, `16 * half + step`,
-// computes, sends and loads each of them.
+// The scales of a chunk. A step has two scales, one for the octets of lanes 0 to 15 and one for those of lanes 16 to 31
+// (half 0 and half 1). Lane `16 * half + step` stores or loads the scale of that half of that step.
 template <WireType kWire, int kSteps>
 struct ChunkScales {
   static constexpr int kOwners = kSteps > 8 ? 16 : kSteps > 4 ? 8 : kSteps > 2 ? 4 : 2;
-  BlockScale block;  // of step `lane % kOwners` and this lane's half
+  BlockScale block;  // of step `lane % kOwners` and this lane's half; after Load, only in the lanes of Own
 
   __device__ __forceinline__ float Scale(int step) const { return __shfl_sync(0xFFFFFFFFu, block.scale, Owner(step)); }
   __device__ __forceinline__ float Inverse(int step) const {
     return __shfl_sync(0xFFFFFFFFu, block.inverse, Owner(step));
   }
-  // `magnitude(step)`: the largest of this lane's octet, as Magnitude<T> returns it.
+  // Finds the scales. `magnitude(step)`: what Magnitude<T> returns for this lane's octet of a step.
   template <class T, class MagnitudeOf>
   __device__ __forceinline__ void Find(MagnitudeOf magnitude, bool ue8m0) {
     uint32_t most[kOwners];
@@ -84,7 +87,7 @@ struct ChunkScales {
     }
     block = ScaleOf<kWire>(FloatBits(LargestOfOwn<sizeof(T), kOwners>(most), T()), ue8m0);
   }
-  // `scales`: of the row; `base`: the chunk's first element; `end`: of the part.
+  // To and from `scales`, the scales of the row. `base`: the chunk's first element. `end`: the end of the part.
   __device__ __forceinline__ void Store(char* scales, int base, int end) const {
     const int own = Own(base, end);
     if (own >= 0) reinterpret_cast<float*>(scales)[own] = block.scale;
@@ -96,7 +99,7 @@ struct ChunkScales {
 
  private:
   __device__ __forceinline__ static int Owner(int step) { return static_cast<int>(threadIdx.x & 16) | step; }
-  // Returns the number of the row's scale that this lane sends or loads; -1: none.
+  // Returns the number, in the row, of the scale that this lane stores or loads; -1 if it has none.
   __device__ __forceinline__ static int Own(int base, int end) {
     const int lane = threadIdx.x & 31, step = lane & 15;
     const int scale = base / kScaleBlock + 2 * step + lane / 16;
@@ -104,8 +107,9 @@ struct ChunkScales {
   }
 };
 
-// Of MXFP4 a step has eight exponents, each of four lanes. Lane l has the four of the chunk's l-th 128 elements in one
-// word, which it sends and loads: as many bytes, in the same place, as a float for 128 elements.
+// On an MXFP4 wire a step has eight exponents, one for the octets of four lanes. Lane l stores or loads a word with the
+// four exponents of elements 128 l to 128 l + 127 of the chunk. It has as many bytes, in the same place, as the float
+// scale of 128 elements on the other wires.
 template <int kSteps>
 struct ChunkScales<WireType::kMxfp4, kSteps> {
   uint32_t word;
@@ -114,8 +118,9 @@ struct ChunkScales<WireType::kMxfp4, kSteps> {
   __device__ __forceinline__ float Inverse(int step) const { return mxfp4::InverseOf(Exponent(step)); }
   template <class T, class MagnitudeOf>
   __device__ __forceinline__ void Find(MagnitudeOf magnitude, bool) {
-    // A lane finds the exponents of its four lanes in the steps `lane % 4` of every four, a byte each; then lane l
-    // collects those of step l / 2 from every fourth lane of a half.
+    // Lane l belongs to four lanes that share exponents. In steps l % 4, l % 4 + 4 and so on it finds their exponent,
+    // and keeps one byte for each. Then it makes its word, whose elements are half l % 2 of step l / 2: it collects
+    // that step's byte from one lane of each four in that half.
     uint32_t own = 0;
 #pragma unroll
     for (int first = 0; first < kSteps; first += 4) {
@@ -129,7 +134,7 @@ struct ChunkScales<WireType::kMxfp4, kSteps> {
     uint32_t of[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) of[i] = __shfl_sync(0xFFFFFFFFu, own, from + 4 * i);
-    const uint32_t both = static_cast<uint32_t>(step / 4) * 0x11 + 0x40;  // that byte of each of two words
+    const uint32_t both = static_cast<uint32_t>(step / 4) * 0x11 + 0x40;  // selects byte step / 4 of two words
     word = __byte_perm(__byte_perm(of[0], of[1], both), __byte_perm(of[2], of[3], both), 0x5410);
   }
   __device__ __forceinline__ void Store(char* scales, int base, int end) const {
@@ -165,17 +170,17 @@ struct WireChunk {
     return base + step * kWarpElements + static_cast<int>(threadIdx.x & 31) * kOctet;
   }
   __device__ __forceinline__ float Scale(int step) const { return scales.Scale(step); }
-  // The octet of a step, rounded to the wire.
+  // Returns the octet of a step as it arrives. `scale`: what Scale(step) returns.
   __device__ __forceinline__ Octet Rounded(int step, float scale) const {
     return Dequantize<kWire>({bits[step], scale});
   }
-  // Rounded to T after that.
+  // Returns the same, rounded to T.
   template <class T>
   __device__ __forceinline__ RawOctet<T> RoundedTo(int step, float scale) const {
     return DequantizeTo<T, kWire>({bits[step], scale});
   }
 
-  // `octet(step)` as raw bits of T, for every step.
+  // Quantizes `octet(step)`, raw bits of T, for every step.
   template <class T, class OctetOf>
   __device__ __forceinline__ void Quantize(OctetOf octet, bool ue8m0) {
     scales.template Find<T>([&](int i) { return Magnitude(octet(i)); }, ue8m0);
@@ -183,7 +188,7 @@ struct WireChunk {
     for (int i = 0; i < kSteps; ++i) bits[i] = QuantizeBits<kWire, T>(octet(i), scales.Inverse(i));
   }
 
-  // To and from the wire row of which `base` is the chunk's first element; `end`: of the part.
+  // To and from a wire row. `base`: the chunk's first element in the row. `end`: the end of the part.
   __device__ __forceinline__ void Store(char* wire, uint64_t scale_offset, int base, int end) const {
     const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -225,6 +230,7 @@ struct WireChunk {
   __device__ __forceinline__ static bool Interleaved(int base, int end, int pair) {
     return base + (2 * pair + 2) * kWarpElements <= end;
   }
+  // Returns the byte of the wire row at which these two steps begin.
   __device__ __forceinline__ static int PairPlace(int base, int pair) {
     return WirePlace<kWire>(base + 2 * pair * kWarpElements);
   }

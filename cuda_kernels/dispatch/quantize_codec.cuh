@@ -1,6 +1,5 @@
-// Rows that travel as fp8, int8 or MXFP4 and arrive in their own dtype: a codec as row_codec.cuh describes it. A warp
-// handles a part of a row in chunks (wire_chunk.cuh); if the hidden size is not a multiple of 8, it handles it octet by
-// octet.
+// The codec (row_codec.cuh) of rows that travel as fp8, int8 or MXFP4 and arrive in the dtype of x. A warp handles a
+// part of a row in chunks (wire_chunk.cuh) or, if the hidden size is not a multiple of 8, octet by octet.
 #pragma once
 
 #include "cuda_kernels/core/row_codec.cuh"
@@ -13,6 +12,7 @@ struct QuantizeCodec {
   static constexpr int kSteps = sizeof(X) == 4 ? 6 : 14;  // steps whose loads are in flight together
   using Chunk = WireChunk<kWire, kSteps>;
 
+  // Returns whether rows consist of whole octets.
   __device__ __forceinline__ static bool Whole(const DispatchParams& p) { return p.routing.hidden % kOctet == 0; }
 
   __device__ __forceinline__ static Chunk QuantizeChunk(const DispatchParams& p, const X* row, int base, int end) {
@@ -28,7 +28,7 @@ struct QuantizeCodec {
     chunk.Load(wire, p.staging.scale_offset, base, end);
     return chunk;
   }
-  // Widened once, and stored to every row.
+  // Dequantizes each octet of a chunk once, and stores it to every one of `rows`.
   __device__ __forceinline__ static void PlaceChunk(const DispatchParams& p, const Chunk& chunk, int base, int end,
                                                     const Rows& rows) {
     const uint32_t row_bytes = static_cast<uint32_t>(p.routing.hidden) * sizeof(X);
@@ -55,7 +55,7 @@ struct QuantizeCodec {
     }
   }
 
-  // A row of any length, in element order on the wire.
+  // Push for rows of any length. On the wire their octets lie in the order of their elements.
   __device__ __noinline__ static void PushOctets(const DispatchParams& p, const X* row, Range part, Targets targets) {
     for (int base = part.begin; base < part.end; base += kWarpElements) {
       const int e = Chunk::Element(base, 0);
@@ -63,7 +63,7 @@ struct QuantizeCodec {
       targets.ForEach([&](char* wire) { StoreQuantized<kWire>(wire, p.staging.scale_offset, e, part.end, q); });
     }
   }
-  // `wire` or, if that is null, `own`.
+  // PlaceStaged of the wire row `wire` or, if that is null, PlaceOwn of the row `own` of x, for rows of any length.
   __device__ __noinline__ static void PlaceOctets(const DispatchParams& p, const char* wire, const X* own, Range part,
                                                   Rows rows) {
     for (int base = part.begin; base < part.end; base += kWarpElements) {

@@ -1,9 +1,9 @@
-// all_to_all and ragged_all_to_all: contiguous bytes from every rank to every other, through rings (ring.cuh). And
-// move_weights: units of every rank to the ranks that a table names, where the message to a rank consists of the units
-// for it, one after another.
+// all_to_all, ragged_all_to_all and move_weights, through rings (ring.cuh). In the first two, every rank sends
+// contiguous bytes to every other rank. In move_weights, a table names the unit that each unit of an output gets; the
+// message to a rank is the sequence of the units that it gets.
 //
-// Half a block is a crew. The receiver of a ragged message also waits for its sender's offsets, which the crew of lane
-// 0 sends before the first chunk.
+// A crew is half a block. The receiver of a ragged message also waits for its Message, which the sender's crew of lane
+// 0 stores before its first chunk.
 #include "cuda_kernels/exchange/ring.cuh"
 
 namespace xen_moe::XEN_MOE_VARIANT {
@@ -11,12 +11,14 @@ namespace {
 
 using Half = Crew<kThreads, 1, 4>;
 
+// Where a message goes, and its length.
 struct Message {
   int offset;  // units into the receiver's output
   int units;
 };
 
-// Returns what this rank sends to `target`; with a size or offset outside the operand it sends nothing.
+// Returns the message from this rank to `target`, and sets `first` to its first unit in the operand. A message with a
+// size or an offset outside the operand has no units.
 __device__ __forceinline__ Message Outgoing(const ExchangeParams& p, int target, uint64_t* first) {
   if (!p.send_sizes) {
     const int units = static_cast<int>(p.operand_units / p.ranks);
@@ -28,23 +30,26 @@ __device__ __forceinline__ Message Outgoing(const ExchangeParams& p, int target,
   const bool inside = begin >= 0 && units >= 0 && begin + units <= static_cast<int64_t>(p.operand_units);
   return {p.output_offsets[target], inside ? static_cast<int>(units) : 0};
 }
+// Returns whether a message lies inside this rank's output.
 __device__ __forceinline__ bool Fits(const ExchangeParams& p, const Message& m) {
   return m.offset >= 0 && static_cast<int64_t>(m.offset) + m.units <= static_cast<int64_t>(p.output_units);
 }
 
+// Returns the flag that `target` has for the Message of `source`.
 __device__ __forceinline__ uint32_t* MessageFlag(const ExchangeParams& p, const Running& run, int source, int target) {
   return reinterpret_cast<uint32_t*>(run.half[target] + p.message_flags) + source;
 }
 
-// The chunks that one lane carries of the units that `target` gets from `source`, one unit after another. The caller
-// asks for them in ascending order. kSending: the chunks' places in the operand; otherwise those in the output.
+// The chunks of one lane for the units that `target` gets from `source`, one unit after another. Each unit begins a new
+// chunk. The caller asks for chunks in ascending order and gets their places in the operand (kSending) or in the
+// output.
 template <bool kSending>
 struct UnitChunks {
   const ExchangeParams& p;
-  const int* sources;  // of the target's units
+  const int* sources;  // the row of the table for `target`
   uint64_t per_unit, count;
-  int source, lane, unit = -1;
-  int64_t number = -1;  // of `unit` among the source's
+  int source, lane, unit = -1;  // unit: the latest unit of the target that was reached
+  int64_t number = -1;          // the number of `unit` among the units from `source`
   __device__ __forceinline__ UnitChunks(const ExchangeParams& params, int from, int target, int carrier)
       : p(params), sources(params.sources + target * params.output_units), source(from), lane(carrier) {
     per_unit = (p.unit_bytes + p.chunk_bytes - 1) / p.chunk_bytes;
@@ -53,6 +58,7 @@ struct UnitChunks {
     const uint64_t all = units * per_unit, first = static_cast<uint64_t>(lane);
     count = min(all > first ? (all - first + p.lanes - 1) / p.lanes : 0, p.max_chunks);
   }
+  // Returns whether unit `i` of the target comes from `source`.
   __device__ __forceinline__ bool Comes(int i) const {
     return sources[i] >= 0 && sources[i] / static_cast<int>(p.operand_units) == source;
   }
@@ -68,7 +74,7 @@ struct UnitChunks {
   }
 };
 
-// Half a block: sends one lane to `target`. Returns false if the group has failed.
+// Sends one lane to `target`. A crew calls it. Returns false if the group has failed.
 __device__ __forceinline__ bool Send(const ExchangeParams& p, const Running& run, int target, int lane) {
   if (p.sources) return SendChunks<Half>(p, run, target, lane, UnitChunks<true>(p, p.rank, target, lane));
   uint64_t first;
@@ -82,7 +88,7 @@ __device__ __forceinline__ bool Send(const ExchangeParams& p, const Running& run
   return SendChunks<Half>(p, run, target, lane, ContiguousChunks(p, first * p.unit_bytes, bytes, lane));
 }
 
-// Half a block: receives one lane from `source`. Returns false if the group has failed.
+// Receives one lane from `source`. A crew calls it. Returns false if the group has failed.
 __device__ __forceinline__ bool Receive(const ExchangeParams& p, const Running& run, int source, int lane) {
   __shared__ Message message;
   const uint32_t epoch = run.epoch;
@@ -104,8 +110,8 @@ __device__ __forceinline__ bool Receive(const ExchangeParams& p, const Running& 
   return ReceiveChunks<Half>(p, run, source, lane, Fits(p, message), ContiguousChunks(p, to, bytes, lane));
 }
 
-// Copies one lane of the units that this rank gets from itself, and fills the units that it gets from no rank. The
-// halves of the block take chunks in turn.
+// Copies one lane of the units that this rank gets from itself, and fills its share of the units that come from no rank
+// (-1 and -2 in the table). Both crews of a block call it and take chunks in turn.
 __device__ __forceinline__ void CopyOwnUnits(const ExchangeParams& p, int lane) {
   UnitChunks<true> from(p, p.rank, p.rank, lane);
   UnitChunks<false> to(p, p.rank, p.rank, lane);
@@ -120,7 +126,7 @@ __device__ __forceinline__ void CopyOwnUnits(const ExchangeParams& p, int lane) 
   }
 }
 
-// Copies this rank's own message; the receiving half does it.
+// Copies one lane of this rank's message to itself. The receiving crew calls it.
 __device__ __forceinline__ void CopyOwn(const ExchangeParams& p, int lane) {
   uint64_t first;
   const Message message = Outgoing(p, p.rank, &first);
@@ -136,7 +142,7 @@ __global__ void __launch_bounds__(Half::kBlockThreads, 1) ExchangeKernel(const _
   __shared__ Running run;
   BeginOperation(run, p.call, Operation::kExchange, p.ranks, p.rank);
   if (!run.refused) {
-    // A rank is inactive only where weights move by a table, which names active ranks alone.
+    // Only move_weights has inactive ranks. Its table names no unit of them, and nothing is sent to them.
     TakePairs<Half>(
         p, run,
         [&](int lane) {

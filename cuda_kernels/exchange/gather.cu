@@ -1,8 +1,8 @@
-// all_gather of large operands: this rank's rows to every other rank, through rings (ring.cuh). With
-// ExchangeParams::round, one round of it. low_latency/gather.cu gathers small operands.
+// all_gather of large operands: every rank sends its rows to every other rank, through rings (ring.cuh). With
+// ExchangeParams::round, one launch runs one round of it. low_latency/gather.cu gathers small operands.
 //
-// A warp is a crew: a block carries kBlockLanes lanes, with a warp that sends and a warp that receives for each. While
-// a warp waits for a fence or a flag, the block's other warps copy.
+// A crew is a warp. A block carries kBlockLanes lanes at a time, and each lane has a warp that sends and a warp that
+// receives. While one warp waits for a fence or a flag, the block's other warps copy.
 #include "cuda_kernels/exchange/ring.cuh"
 
 namespace xen_moe::XEN_MOE_VARIANT {
@@ -10,7 +10,7 @@ namespace {
 
 using Warp = Crew<32, kBlockLanes, 8>;
 
-// One warp: copies the chunks that one lane has of this rank's own rows to the output.
+// Copies the chunks of one lane of this rank's own rows to the output. A warp calls it.
 __device__ __forceinline__ void CopyOwn(const ExchangeParams& p, int lane) {
   const uint64_t bytes = p.operand_units * p.unit_bytes;
   char* const to = p.output + static_cast<uint64_t>(p.rank) * bytes;
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(Warp::kBlockThreads, 1) GatherKernel(const __g
   });
 }
 
-// Fills `out`, a result that kernels without poisoning have computed, if the group of `mailbox` has failed.
+// Poisons `out` if the group of `mailbox` has failed. The kernels that have computed `out` do not check that.
 __global__ void __launch_bounds__(kThreads)
     PoisonKernel(const Mailbox* mailbox, char* out, uint64_t bytes, uint8_t poison) {
   if (LoadRelaxedSystem(&mailbox->failure)) FillBytes(out, bytes, poison, blockIdx.x, gridDim.x);

@@ -1,16 +1,17 @@
-// Rings in the staging areas, through which ranks send contiguous bytes to one another: exchange.cu and gather.cu.
+// Rings in the staging areas, through which ranks send messages to one another. exchange.cu and gather.cu use them.
 //
-// What moves: the message to rank p is divided into chunks; lane j of `lanes` carries chunks j, j + lanes, ... The ring
-// of a lane bounds the symmetric memory, whatever the message size. Who does it: a crew of threads (Crew) carries one
-// lane in one direction. The crews of the first half of a block send: they copy chunks into ring slots at rank p and
-// raise their flags. The crews of the second half receive: they copy the chunks that p has sent on the same lane to the
-// output and return credits. Who waits for whom: a receiver waits for chunks, a sender for the credit of the chunk that
-// used the slot before. In round k, rank r is paired with rank (k - r) mod R; blocks claim (round, lanes) in ascending
-// order. So every wait ends, with any number of resident blocks: the smallest unfinished pair has been claimed by a
-// running block on both its ranks, and each crew of the block waits only for the other rank's crew of the same lane.
-// Memory order: as in dispatch.cuh; the leader of a crew acquires and releases for all of it, with a barrier of the
-// crew between; a credit is released after the crew has read the slot. After a failed wait nothing more is stored at a
-// peer.
+// What moves: the message to rank p is divided into chunks; lane j of `lanes` carries chunks j, j + lanes, ... A lane
+// has a ring of `ring_chunks` slots at its receiver, so that staged data do not grow with the message. Who does it: a
+// crew of threads (Crew) carries one lane in one direction. The crews of the first half of a block send: they copy
+// chunks into ring slots at rank p and raise the chunks' flags. The crews of the second half receive: they copy the
+// chunks that p has sent on the same lane to the output, and return a credit for each slot that its sender uses again.
+// Who waits for whom: a receiver waits for a chunk, and a sender for the credit of the chunk that was in the slot
+// before. In round k, rank r is paired with rank (k - r) mod R; blocks claim (round, lanes) in ascending order. So
+// every wait ends, with any number of resident blocks: on both ranks of the smallest unfinished pair a running block
+// has claimed it, and each crew of that block waits only for the other rank's crew of the same lane. Memory order: as
+// in dispatch.cuh. The leader of a crew acquires and releases flags for the whole crew, and barriers of the crew order
+// the other threads' accesses. A credit is released after the crew has read the slot. After a failed wait nothing more
+// is stored at a peer.
 #pragma once
 #include "cuda_kernels/core/claims.cuh"
 #include "cuda_kernels/core/launch.cuh"
@@ -18,7 +19,8 @@
 
 namespace xen_moe::XEN_MOE_VARIANT {
 
-// `kThreadsEach` neighbouring threads that carry a lane: a warp, or half a block. Each half of a block has `kPerHalf`.
+// A crew is kThreads neighbouring threads that carry one lane: a warp, or half a block. Each half of a block has
+// kPerHalf crews. kInFlight: the vectors that a thread loads before it stores the first of them.
 template <int kThreadsEach, int kLanesOfBlock, int kVectorsInFlight>
 struct Crew {
   static constexpr int kThreads = kThreadsEach, kPerHalf = kLanesOfBlock, kInFlight = kVectorsInFlight;
@@ -37,8 +39,8 @@ struct Crew {
       asm volatile("bar.sync 2, %0;" ::"n"(kThreads) : "memory");
     }
   }
-  // Evaluates `wait()` in the leader and returns its result to the crew, whose threads may then read the data that the
-  // leader has acquired or written.
+  // Calls `wait()` in the leader and returns its result to all threads of the crew. After that they may read data that
+  // the leader has acquired or written in `wait()`.
   template <class Wait>
   static __device__ __forceinline__ bool LeaderWaits(Wait wait) {
     if constexpr (kThreads == 32) {
@@ -56,7 +58,8 @@ struct Crew {
   }
 };
 
-// All threads of a crew call it: copies vectors of type Vec, and the bytes after the last whole vector one by one.
+// Copies `bytes` bytes as vectors of type Vec, and the bytes after the last whole vector one by one. All threads of a
+// crew call it together.
 template <class C, class Vec>
 __device__ __forceinline__ void CopyVectors(char* to, const char* from, uint64_t bytes) {
   constexpr int kTogether = C::kInFlight * C::kThreads;
@@ -75,7 +78,8 @@ __device__ __forceinline__ void CopyVectors(char* to, const char* from, uint64_t
   }
   for (uint64_t b = n * sizeof(Vec) + thread; b < bytes; b += C::kThreads) to[b] = from[b];
 }
-// All threads of a crew call it: copies by the widest vectors that the alignment of both addresses allows.
+// Copies `bytes` bytes by the widest vectors that the alignment of both addresses allows. All threads of a crew call it
+// together.
 template <class C>
 __device__ __noinline__ void CopyBytes(char* to, const char* from, uint64_t bytes) {
   const uint64_t both = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from);
@@ -88,12 +92,13 @@ __device__ __noinline__ void CopyBytes(char* to, const char* from, uint64_t byte
   }
 }
 
+// Where a lane has its flags and its ring.
 struct Lane {
   uint32_t* chunk_flags;   // at the receiver, one for each chunk
   uint32_t* credit_flags;  // at the sender, one for each chunk
   char* ring;              // at the receiver, `ring_chunks` slots
 };
-// Returns lane `lane` from `source` to `target`; both ranks compute the same.
+// Returns lane number `lane` from `source` to `target`. Both ranks compute the same places.
 __device__ __forceinline__ Lane LaneOf(const ExchangeParams& p, const Running& run, int source, int target, int lane) {
   const uint64_t in = static_cast<uint64_t>(source) * p.lanes + lane,
                  out = static_cast<uint64_t>(target) * p.lanes + lane;
@@ -102,12 +107,13 @@ __device__ __forceinline__ Lane LaneOf(const ExchangeParams& p, const Running& r
           run.data[target] + p.ring + in * p.ring_chunks * p.chunk_bytes};
 }
 
-// Where a chunk lies at its sender or at its receiver.
+// The place of a chunk in the operand (for its sender) or in the output (for its receiver).
 struct Chunk {
-  uint64_t at;  // the first byte in the operand (at the sender) or in the output (at the receiver)
+  uint64_t at;  // the first byte
   uint64_t bytes;
 };
-// The chunks that one lane carries of `bytes` contiguous bytes from byte `first` on.
+// The chunks of one lane for a message of `bytes` contiguous bytes from byte `first` on. Called with n, it returns
+// chunk number n of the lane, n < count.
 struct ContiguousChunks {
   uint64_t first, bytes, chunk_bytes, lanes, lane;
   uint64_t count;
@@ -122,7 +128,8 @@ struct ContiguousChunks {
   }
 };
 
-// One crew: sends one lane to `target`. Returns false if the group has failed.
+// Sends the chunks of one lane to `target`. The threads of a crew call it together. Returns false if the group has
+// failed.
 template <class C, class Chunks>
 __device__ __forceinline__ bool SendChunks(const ExchangeParams& p, const Running& run, int target, int lane,
                                            Chunks chunks) {
@@ -144,8 +151,8 @@ __device__ __forceinline__ bool SendChunks(const ExchangeParams& p, const Runnin
   return true;
 }
 
-// One crew: receives one lane from `source`. Without `fits` the chunks are awaited and dropped. Returns false if the
-// group has failed.
+// Receives the chunks of one lane from `source`. Without `fits` it awaits and drops them. The threads of a crew call it
+// together. Returns false if the group has failed.
 template <class C, class Chunks>
 __device__ __forceinline__ bool ReceiveChunks(const ExchangeParams& p, const Running& run, int source, int lane,
                                               bool fits, Chunks chunks) {
@@ -157,7 +164,7 @@ __device__ __forceinline__ bool ReceiveChunks(const ExchangeParams& p, const Run
     const Chunk chunk = chunks(n);
     if (fits) CopyBytes<C>(p.output + chunk.at, way.ring + n % p.ring_chunks * p.chunk_bytes, chunk.bytes);
     C::Sync();
-    // Only credits that the sender awaits: any other might arrive when the sender is two operations ahead
+    // No credit is returned that the sender does not await: it might arrive when the sender is two operations ahead
     // (workspace.h).
     if (C::Leads() && n + p.ring_chunks < chunks.count) {
       FenceSystem();
@@ -167,9 +174,10 @@ __device__ __forceinline__ bool ReceiveChunks(const ExchangeParams& p, const Run
   return true;
 }
 
-// The whole block: takes pairs of this rank and another until all rounds, or round `p.round` alone, are done. Each crew
-// calls `send(peer, lane)` or `receive(peer, lane)`, which return false if the group has failed, or `own(lane)` where
-// this rank is paired with itself.
+// Claims pairs of this rank and a peer until those of all rounds (p.round < 0) or of round `p.round` are done, or the
+// group has failed. All threads of the block call it. For each pair, the crews of the first half call
+// `send(peer, lane)` and those of the second half `receive(peer, lane)`, which return false if the group has failed.
+// Where this rank is paired with itself, all crews call `own(lane)`.
 template <class C, class Own, class SendLane, class ReceiveLane>
 __device__ __forceinline__ void TakePairs(const ExchangeParams& p, const Running& run, Own own, SendLane send,
                                           ReceiveLane receive) {

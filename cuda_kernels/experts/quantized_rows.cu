@@ -250,15 +250,16 @@ __device__ __forceinline__ void WidenUnit(uint32_t bytes, float of_even, float o
   *odd = Pack(__fmul_rn(values[1], of_odd), __fmul_rn(values[3], of_odd));
 }
 
-// Scales of two neighbouring columns in MXFP4 for 32 elements.
+// The MXFP4 scales of 32 elements in each of two neighbouring columns. `two`: their exponents, a byte each.
 struct Fp4Scales {
-  uint32_t even, odd;  // bf16, twice: 2^(min(exponent, 128) - 1), which is 2^126 times the scale
+  uint32_t even, odd;  // in both halves the bf16 2^(min(exponent, 128) - 1), which is 2^126 times the scale
 
   __device__ __forceinline__ explicit Fp4Scales(uint32_t two) : even(Twice(two & 0xFF)), odd(Twice(two >> 8)) {}
   __device__ __forceinline__ static uint32_t Twice(uint32_t exponent) {
     return min(exponent, 128u) * 0x00800080u + 0x3F003F00u;
   }
-  // The factor, bf16, twice, by which a second multiplication makes up for an exponent beyond 128; 255 gives NaN.
+  // Returns, in both halves, the bf16 factor of a second multiplication, which is needed for an exponent above 128; for
+  // 255 the factor is NaN.
   __device__ __forceinline__ static uint32_t Rest(uint32_t exponent) {
     const uint32_t bits = exponent == 255 ? 0x7FC0u : exponent > 128 ? (exponent - 1) << 7 : 0x3F80u;
     return bits * 0x00010001u;
@@ -302,7 +303,7 @@ struct BlockScales {
       even_at += stride, odd_at += stride, --rows_left;
     }
   }
-  // Called in front of every stage of `depth` elements.
+  // Makes the scales of the next `depth` elements the current ones. Called before those are widened.
   __device__ __forceinline__ void Advance(int depth, int block_rows) {
     if (depth_left <= 0) {
       even = next_even, odd = next_odd, depth_left = block_rows;
@@ -341,12 +342,13 @@ __device__ __forceinline__ void Load(const QuantizedRowsParams& p, const Maps& m
   }
 }
 
-// The weights of kSteps wgmma as they lie in a stage, from wgmma number `first` of the stage on.
+// The weights of kSteps wgmma in their own format, in this thread's registers. Fetch loads those of a stage from wgmma
+// number `first` on; Widen makes bf16 fragments `a` of them.
 template <class S, int kSteps>
 struct Fetched {
-  static constexpr int kUnits = S::kFp4 ? kSteps : 2 * kSteps;  // of eight rows of bytes
+  static constexpr int kUnits = S::kFp4 ? kSteps : 2 * kSteps;  // of ldmatrix: eight rows of 16 bytes
   uint32_t bytes[kUnits];
-  uint32_t two;  // exponents of MXFP4 of this thread's columns
+  uint32_t two;  // MXFP4: the exponents of this thread's two columns
 
   __device__ __forceinline__ void Fetch(const char* stage, uint32_t weights_at, int own, int first) {
     LoadTransposed(bytes, SharedAddress(stage) + weights_at + first * (S::kFp4 ? 8 : 16) * kAtom);
@@ -377,12 +379,13 @@ struct Fetched {
   }
 };
 
-// Multiplies a tile of up to kN rows and stores it. While the wgmma of some steps run, the elements of the next ones
-// are widened into other registers, and those after them come from shared memory.
+// Multiplies a tile of up to kN rows and stores the product. The wgmma of a stage are issued in groups of kSteps. While
+// those of one group run, the weights of the next group are widened into other registers, and the weights of the group
+// after that come from shared memory.
 template <class S, int kN>
 __device__ __forceinline__ void MultiplyTile(const QuantizedRowsParams& p, const Tile& tile, const char* stages,
                                              const uint64_t* loaded, uint64_t* released, Slot& slot) {
-  constexpr int kSteps = 2, kGroups = kStageDepth / 16 / kSteps;  // wgmma that are issued together, and their groups
+  constexpr int kSteps = 2, kGroups = kStageDepth / 16 / kSteps;  // kSteps: wgmma of a group; kGroups: of a stage
   static_assert(kGroups % 2 == 0, "the registers of a group are known at compile time");
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   const int columns_at = 16 * warp;             // 64 columns a warpgroup, 16 a warp

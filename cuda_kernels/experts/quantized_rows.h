@@ -33,7 +33,8 @@ struct QuantizedRowsParams {
 // synchronizes. `depth` is a positive multiple of 8 (kMxfp4: 32), `columns` of 16. Rows past the last group are not
 // written.
 int LaunchQuantizedRows(const QuantizedRowsParams& params, cudaStream_t stream);
-// Loads the kernels of all formats on the current device, if it is a Hopper GPU; returns a cudaError_t.
+// Loads the kernels of all formats on the current device if it is a Hopper GPU, so that no first launch waits for
+// kernels that spin. Returns a cudaError_t; on other GPUs cudaSuccess.
 int PreloadQuantizedRows();
 
 }  // namespace xen_moe

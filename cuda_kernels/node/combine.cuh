@@ -120,7 +120,7 @@ __device__ __forceinline__ const char* StagedPartial(const CombineParams& p, con
          (static_cast<uint64_t>(slot) * p.routing.tokens + token) * p.staging.row_bytes;
 }
 
-// Stores steps of a row in the wire's format.
+// Stores kSteps steps of a row in the wire's format, octets in the order of their elements.
 template <class Y, WireType kWire, int kSteps>
 __device__ __forceinline__ void StoreWire(const CombineParams& p, char* wire, int base, int end, bool vector,
                                           const Octet (&values)[kSteps]) {
@@ -201,7 +201,8 @@ __device__ __forceinline__ void StreamNodes(const CombineParams& p, CombineShare
   RowStream<Y, kSteps>::Run(ring, rows, begin, end, row_of, clear, add, after_row, store);
 }
 
-// total = sum over the places of this node, ascending, octet by octet: as StreamNodes, for every hidden size and wire.
+// total = the sum over the places of this node, ascending, as in StreamNodes, for kSteps steps from element `base` on.
+// It takes every hidden size and wire.
 template <class Y, WireType kWire, int kSteps>
 __device__ __forceinline__ void AddNode(const CombineParams& p, CombineShared& shared, const RailPlan& plan,
                                         bool vector, const RankMask& places, int slots, int own, int token, int base,

@@ -39,10 +39,10 @@ ROUND_BYTES = 480
 
 
 def attributes(config: KernelConfig, sms: int, ranks: int, pair_bytes: int, dtype: Any, **units: int) -> dict[str, int]:
-    """Integer attributes of an exchange, as ffi/operation.cc decodes them.
+    """Returns the integer attributes of an exchange, as ffi/operation.cc decodes them.
 
-    `sms`: of a GPU of the mesh. `pair_bytes`: the largest message between two ranks. `dtype`: of the elements, whose
-    NaN fills a failed result. `units`: attributes that the operation adds or sets.
+    `sms`: SMs of a GPU of the mesh. `pair_bytes`: bytes of the largest message between two ranks. `dtype`: the dtype of
+    the elements, whose NaN fills a failed result. `units`: attributes that the operation adds or sets.
 
     Raises:
       ValueError: the ranks are on several nodes, or there are more than the kernels take.
@@ -78,7 +78,7 @@ def attributes(config: KernelConfig, sms: int, ranks: int, pair_bytes: int, dtyp
 
 
 def all_to_all(exchange: Exchange, x: jax.Array) -> jax.Array:
-    """Computes `jax.lax.all_to_all`."""
+    """Computes `jax.lax.all_to_all`: an array of the dtype of `x`, with the shape that `jax.lax` documents."""
     mesh = _mesh.lowering_mesh()
     split_axis, concat_axis = exchange.split_axis, exchange.concat_axis
     ranks = _mesh.group_size(exchange.axis_sizes, exchange.axis_index_groups)
@@ -108,7 +108,11 @@ def all_to_all(exchange: Exchange, x: jax.Array) -> jax.Array:
 
 
 def ragged_all_to_all(exchange: Exchange, operand: jax.Array, output: jax.Array, *segments: jax.Array) -> jax.Array:
-    """Computes `jax.lax.ragged_all_to_all`. Rows past the end of `operand` or `output` are never read or written."""
+    """Computes `jax.lax.ragged_all_to_all` of `operand [N, ...]` into `output [M, ...]`, the shape of the result.
+
+    `segments`: input offsets, send sizes, output offsets and receive sizes, `[R]` each, in rows. Rows past the end of
+    `operand` or `output` are never read or written.
+    """
     mesh = _mesh.lowering_mesh()
     ranks = segments[0].shape[0]
     unit_bytes = int(np.prod(operand.shape[1:], dtype=np.int64)) * operand.dtype.itemsize
@@ -135,7 +139,8 @@ def ragged_all_to_all(exchange: Exchange, operand: jax.Array, output: jax.Array,
 
 
 def moves(move: Move, weights: Any) -> bool:
-    """Returns whether an exchange moves weights like these: within a node, of whole bytes, and not empty."""
+    """Returns whether an exchange can move weights like these: the ranks share a node, elements have whole bytes, and
+    neither the weights nor the new slots are empty."""
     ranks = int(np.prod(move.axis_sizes))
     few = ranks <= module.compiled().max_ranks and not _nodes.several(ranks, move.config)
     return (
@@ -147,7 +152,11 @@ def moves(move: Move, weights: Any) -> bool:
 
 
 def move_weights(move: Move, weights: jax.Array, source: jax.Array, active: jax.Array) -> jax.Array:
-    """`weights [S_old, ...]` and `source int32 [R, S_new]` (as `_placement.sources`, or `KEEP`) -> `[S_new, ...]`."""
+    """Returns weights `[S_new, ...]`, of the dtype of `weights [S_old, ...]`, in the slots of another placement.
+
+    `source int32 [R, S_new]`, the same on all ranks, gives the slot from which each slot gets its weights, as
+    `_placement.sources` does. A slot with `KEEP` is not written: its contents are undefined.
+    """
     mesh = _mesh.lowering_mesh()
     ranks, slots = source.shape
     unit_bytes = int(np.prod(weights.shape[1:], dtype=np.int64)) * weights.dtype.itemsize
@@ -175,10 +184,10 @@ def move_weights(move: Move, weights: jax.Array, source: jax.Array, active: jax.
 
 
 def reduce_gradients(move: Move, gradients: jax.Array, source: jax.Array, active: jax.Array) -> jax.Array:
-    """Adds up `gradients [S_new, ...]` at the slots that `source int32 [R, S_new]` names: `[S_old, ...]`.
+    """Adds up `gradients [S_new, ...]` at the slots that `source int32 [R, S_new]` names.
 
-    Turn `n` moves the gradient of the `n`-th replica of every expert to its home. All ranks take the same number of
-    turns, since all have the same `source`. Sums are in float32.
+    Returns `[S_old, ...]` of the dtype of `gradients`; sums are in float32. Turn `n` moves the gradient of the `n`-th
+    replica of every expert to its home. All ranks take the same number of turns, since all have the same `source`.
     """
     ranks = source.shape[0]
     flat, rows = source.reshape(-1), ranks * move.old_slots
@@ -229,10 +238,10 @@ def use_low_latency(config: KernelConfig, ranks: int, operand_bytes: int) -> boo
 
 
 def _within_node(exchange: Exchange, x: jax.Array, ranks: int) -> jax.Array:
-    """`[R, *x.shape]`: every rank stores its operand at every other rank."""
+    """Returns `[R, *x.shape]` by an exchange, in which every rank stores its operand at every other rank."""
     mesh, config = _mesh.lowering_mesh(), exchange.config
     size = x.size * x.dtype.itemsize
-    rows = x.shape[0] if x.ndim > 1 else 1  # as error messages name them
+    rows = x.shape[0] if x.ndim > 1 else 1  # the units in which error messages give the size of the operand
     sms = devices.num_sms(mesh)
     attrs = attributes(
         config,
@@ -255,7 +264,7 @@ def _within_node(exchange: Exchange, x: jax.Array, ranks: int) -> jax.Array:
 
 
 def _between_nodes(exchange: Exchange, x: jax.Array) -> jax.Array:
-    """`[R, *x.shape]`, by a dispatch: a row crosses to each other node once, and the ranks of that node forward it.
+    """Returns `[R, *x.shape]` by a dispatch. A row crosses to each other node once, and ranks of that node forward it.
 
     Raises:
       ValueError: `x` is complex.

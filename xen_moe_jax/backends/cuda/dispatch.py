@@ -37,7 +37,14 @@ def dispatch(
     *,
     start: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Returns the results in the order of docs/design/internals.md; with `start`, pending."""
+    """Dispatches `x [T, H]` along `topk_idx [T, K]`.
+
+    Returns the results of `xen_moe_dispatch` with the shapes and in the order of docs/design/internals.md. With `start`
+    they are pending: the done half (`start_done.py`) makes them usable.
+
+    Raises:
+      ValueError: the elements of `x` are bools, or have another size than 1, 2 or 4 bytes.
+    """
     spec, config, wire = call.spec, call.config, call.wire
     mesh = _mesh.lowering_mesh()
     scaled = x.dtype.itemsize == 1
@@ -67,7 +74,13 @@ def redispatch(
     recv_counts: jax.Array,
     active: jax.Array,
 ) -> jax.Array:
-    """Sends a new payload along a known routing."""
+    """Sends new rows `x [T, H]` along the routing of a dispatch, whose results `positions` and `recv_counts` are.
+
+    Returns rows of the dtype of `x`, shaped as those of the dispatch (`Spec.rows_shape`).
+
+    Raises:
+      ValueError: the elements of `x` are bools, or have another size than 1, 2 or 4 bytes.
+    """
     spec, config, wire = call.spec, call.config, call.wire
     mesh = _mesh.lowering_mesh()
     x, original = _copied(x)

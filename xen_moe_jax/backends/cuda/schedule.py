@@ -35,12 +35,12 @@ blocks."""
 
 
 CHUNKS = 64
-"""Chunks of a rank to another node, where they are of few tokens."""
+"""Chunks into which a rank divides the tokens that it sends to another node, while a chunk has at least
+`MIN_CHUNK_TOKENS` and at most `USUAL_CHUNK_TOKENS` tokens."""
 MIN_CHUNK_TOKENS = 4
 USUAL_CHUNK_TOKENS = 16
-"""A chunk is one block's work, a token for each of its warps; with 32 tokens, operations took as long or longer
-(docs/design/nodes_kernels.md).
-"""
+"""Most tokens of a chunk by default. A chunk is one block's work, a token for each of its warps; with 32 tokens,
+operations took as long or longer (docs/design/nodes_kernels.md)."""
 HOP_BYTES = 128 << 10
 """Most bytes that a rank may send to other nodes beyond those of the rails for mode="auto" to take the low-latency
 kernels there: about as much as a card of 400 Gb/s carries while a token crosses NVLink once more and its arrival is
@@ -71,8 +71,8 @@ _tuning = Tuning()
 
 @contextlib.contextmanager
 def tuned(**values: Any) -> Iterator[None]:
-    """Programs that are lowered inside this context use these values: for tuning scripts, not part of the public
-    API."""
+    """Programs that are lowered inside this context use these values (fields of `Tuning`). It is for tuning scripts and
+    not part of the public API."""
     global _tuning
     before, _tuning = _tuning, Tuning(**values)
     try:
@@ -98,7 +98,7 @@ class Schedule:
 def chunk_tokens(spec: Spec, config: KernelConfig, *, low_latency: bool = False) -> int:
     """Tokens that cross to another node together, by the kernels across nodes; 0: all ranks share NVLink.
 
-    `low_latency`: by the low-latency kernels, which send as few messages as they can.
+    `low_latency`: the low-latency kernels run the operation, which send as few messages as they can.
 
     Raises:
       ValueError: there are more tokens than chunks can hold.
@@ -121,8 +121,9 @@ def use_low_latency(
 ) -> bool:
     """True if the low-latency kernels (cuda_kernels/low_latency/) run a dispatch or combine of rows of this dtype.
 
-    They take every operation that WhyNotLowLatency of plan.cc does not refuse; the throughput kernels take all
-    operations.
+    `hidden`: elements of a row; `wire`: the format in which rows travel, None for `dtype`; `combine`: False for a
+    dispatch. The low-latency kernels can run every operation that WhyNotLowLatency of plan.cc does not refuse; the
+    throughput kernels can run all operations.
     """
     nodes = _nodes.several(spec.num_ranks, config)
     if _tuning.low_latency is not None:
@@ -148,7 +149,8 @@ def use_low_latency(
 
 
 def direct_extra_rows(spec: Spec, config: KernelConfig) -> float:
-    """Rows that a rank sends to other nodes with a row for each rank there, beyond one for each node.
+    """Returns how many more rows a rank sends to other nodes if it sends a token's row to each rank there that needs it
+    than if it sends the row once to each such node.
 
     The number is the expected one for uniformly chosen experts: the choice of kernels must not depend on the routing.
     """
@@ -163,8 +165,8 @@ def direct_extra_rows(spec: Spec, config: KernelConfig) -> float:
 
 
 def _low_latency(spec: Spec, config: KernelConfig, sms: int, *, combine: bool) -> Schedule:
-    """Schedules the low-latency kernels: four blocks send the routing, a sixth (of a combine, half) of the blocks send
-    rows, and the remaining blocks receive. Between nodes the blocks that send the routing send the chunks too; they are
+    """Schedules the low-latency kernels. Four blocks send the routing; a sixth of all blocks (in a combine, half) send
+    rows; the remaining blocks receive. Between nodes the blocks that send the routing send the chunks too, and they are
     up to half of all blocks."""
     count = blocks(config, sms, LOW_LATENCY_SMS)
     push = _within(_tuning.push_blocks or count // (2 if combine else 6), count)
@@ -177,26 +179,28 @@ def _low_latency(spec: Spec, config: KernelConfig, sms: int, *, combine: bool) -
 
 
 def blocks(config: KernelConfig, sms: int, default: int = DEFAULT_SMS) -> int:
-    """Thread blocks, one for each SM: the caller's number, up to all SMs; the default leaves `SPARE_SMS` free."""
+    """Returns the number of thread blocks, one for each SM: `config.num_sms`, but at most all `sms`; if that is not
+    given, `default`, but `SPARE_SMS` fewer than all at most."""
     return min(config.num_sms, sms) if config.num_sms else max(1, min(default, sms - SPARE_SMS))
 
 
 def for_async(config: KernelConfig, *, low_latency: bool = False) -> KernelConfig:
-    """The configuration of an asynchronous operation. `low_latency`: by the low-latency kernels."""
+    """Returns the configuration of an asynchronous operation. `low_latency`: the low-latency kernels run it."""
     if config.num_sms:
         return config
     return dataclasses.replace(config, num_sms=LOW_LATENCY_ASYNC_SMS if low_latency else ASYNC_SMS)
 
 
 def bulk(spec: Spec, config: KernelConfig, wire: Any, *, low_latency: bool = False) -> bool:
-    """True if an asynchronous dispatch places rows by bulk copies: a large one within a node, whose rows travel
-    unchanged."""
+    """True if an asynchronous dispatch places rows by bulk copies: if it is large, stays within a node, and its rows
+    travel unchanged."""
     wanted = spec.num_tokens > SMALL_TOKENS if _tuning.bulk is None else _tuning.bulk
     return wanted and wire is None and not low_latency and not _nodes.several(spec.num_ranks, config)
 
 
 def _parts(items: int, most_items: int, hidden: int, config: KernelConfig) -> int:
-    """Parts of a row: a power of two that makes at most `most_items` of `items` rows; 1 for large batches."""
+    """Returns the number of parts into which each row is cut: a power of two for which `items` rows have at most
+    `most_items` parts; 1 for large batches."""
     if _tuning.parts is not None:
         return _tuning.parts
     finest = max(1, min(16, hidden // MIN_PART_ELEMENTS))
@@ -213,7 +217,8 @@ def _within(value: int, most: int) -> int:
 
 
 def _solo_segment(spec: Spec) -> int | None:
-    """Tokens of a segment when every block can compute all positions in its shared memory; None when it cannot."""
+    """Returns the tokens of a segment if every block can compute all positions in its shared memory, None if it
+    cannot."""
     per_source = max(1, module.compiled().warps // spec.num_ranks)
     segment = -(-spec.num_tokens // per_source)
     segments = spec.num_ranks * -(-spec.num_tokens // segment)
@@ -226,10 +231,12 @@ def _solo_segment(spec: Spec) -> int | None:
 def dispatch(
     spec: Spec, hidden: int, config: KernelConfig, sms: int, *, wire: Wire | None = None, low_latency: bool = False
 ) -> Schedule:
-    """Schedules a dispatch: a few blocks saturate the link (8 reach 98% of it on an H200); the remaining blocks place
-    rows. Quantizing takes more, and MXFP4, with half of the bytes of fp8, more yet.
+    """Schedules a dispatch. A few blocks that push saturate the link (8 reach 98% of it on an H200); the remaining
+    blocks place rows. On a quantized wire more blocks push, because they quantize; on MXFP4 more than on fp8, because
+    its rows take half as long on the link.
 
-    `low_latency`: by the low-latency kernels (`use_low_latency`).
+    `hidden`: elements of a row; `sms`: SMs of the GPU; `wire`: the format in which rows travel, None for their own
+    dtype; `low_latency`: the low-latency kernels run the dispatch (`use_low_latency`).
     """
     if low_latency:
         return _low_latency(spec, config, sms, combine=False)
@@ -257,8 +264,12 @@ def dispatch(
 def combine(
     spec: Spec, hidden: int, config: KernelConfig, sms: int, *, wire: Wire | None = None, low_latency: bool = False
 ) -> Schedule:
-    """Schedules a combine: with 4 ranks, reducing and pushing reads three quarters of the rows, and summing reads the
-    arrived rows and the own quarter. Blocks that push quantize, too."""
+    """Schedules a combine. With 4 ranks, the blocks that reduce and push read three quarters of the rows, and the
+    blocks that sum read the arrived rows and the own quarter. Half of the blocks push where a large batch is on a
+    quantized wire, because they quantize.
+
+    The arguments are those of `dispatch`.
+    """
     if low_latency:
         return _low_latency(spec, config, sms, combine=True)
     quantizes = wire is not None and spec.num_tokens > SMALL_TOKENS
