@@ -1,7 +1,7 @@
 """A server that outlives its ranks: requests in, tokens out, while ranks are killed and come back.
 
     python -m examples.serve_elastic --ranks 4 --seconds 30 --plot tokens.png     # kills a rank, and prints all PIDs
-    kill -9 PID                                                                   # to kill another one by hand
+    kill -9 PID                               # to kill another one by hand, which the front does not start again
 
 The front process hands each request to one rank and collects tokens. Every rank is a process with a JAX runtime of its
 own (`xm.elastic`), which decodes its requests with a small decoder: attention over its own KV cache, experts spread
@@ -32,7 +32,7 @@ SLOTS = 4
 ROWS, LENGTH = 4, 48
 """Requests that a rank decodes at the same time, and tokens of the longest request."""
 BATCH = 64
-"""Requests that the one process decodes at the same time which says what the tokens should be."""
+"""Requests that `expected_tokens` decodes at the same time."""
 TIMEOUT_S = 20.0
 
 
@@ -270,14 +270,17 @@ class Rank:
             raise RuntimeError(f"something was compiled after the warm-up, for {seconds:.1f} s")
 
     def load(self, expert: int) -> dict:
+        """Returns the weights of an expert, from the front's memory or from the checkpoint."""
         return load_expert(self.folder, expert) if self.engine is None else read_expert(self.engine, expert)
 
     def now_members(self) -> None:
+        """Puts the mask of the members and the placement, operands of the step, on the device."""
         import jax
 
         self.members = jax.device_put((self.group.active(), self.group.placement))
 
     def put_expert(self, slot: int, expert: int) -> None:
+        """Loads the weights of an expert into a slot of this rank."""
         import numpy as np
 
         self.experts = self.put(self.experts, self.load(expert), np.int32(slot))
@@ -337,6 +340,7 @@ class Rank:
         return change.step
 
     def serve(self, start_with: int) -> None:
+        """Joins the group, and decodes requests until the front tells this rank to end."""
         import xen_moe_jax as xm
 
         self.front.send(("ready", time.monotonic()))
@@ -401,6 +405,7 @@ class Front:
         self.note("start", slot)
 
     def note(self, kind: str, what: object) -> None:
+        """Adds an event to the log."""
         self.log.append((time.monotonic(), kind, what))
 
     def submit(self, prompt: list[int], total: int) -> int:
@@ -411,6 +416,7 @@ class Front:
         return number
 
     def kill(self, slot: int) -> None:
+        """Kills the process of a rank, and notes it in the log."""
         self.processes[slot].kill()
         self.note("kill", slot)
 
@@ -478,6 +484,7 @@ class Front:
                 self._lost(slot)
 
     def done(self) -> bool:
+        """Returns True if no request waits or is being decoded."""
         return not self.waiting and not self.where
 
     def close(self) -> dict[int, int]:

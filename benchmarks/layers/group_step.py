@@ -88,6 +88,7 @@ def times_of(steps: dict[str, Any], states: dict[str, Any]) -> dict[str, list[fl
 
 
 def inputs(serve: Any) -> tuple[Any, Any, Any]:
+    """Returns tokens and positions, int32 `[ROWS]`, and which rows are used, bool `[ROWS]`: all."""
     import numpy as np
 
     rows = serve.ROWS
@@ -95,6 +96,7 @@ def inputs(serve: Any) -> tuple[Any, Any, Any]:
 
 
 def in_a_group(size: str, rank: int, ranks: int, folder: str, host: bool) -> dict[str, list[float]]:
+    """Runs the loops "group" and "group, bare" on one rank; returns what `times_of` does."""
     import jax
     import numpy as np
 
@@ -132,6 +134,7 @@ def in_a_group(size: str, rank: int, ranks: int, folder: str, host: bool) -> dic
 
 
 def in_a_job(size: str, rank: int, ranks: int, port: str, host: bool) -> dict[str, list[float]]:
+    """Runs the loops "job" and "job, masked" on one rank; returns what `times_of` does."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -185,6 +188,7 @@ def in_a_job(size: str, rank: int, ranks: int, port: str, host: bool) -> dict[st
 
 
 def rank_main(given: argparse.Namespace) -> None:
+    """Runs the process of one rank; rank 0 prints its times."""
     import jax
 
     if given.gpus > 1:  # one GPU for JAX; kernels reach the memory of the others

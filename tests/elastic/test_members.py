@@ -21,7 +21,8 @@ FORK = multiprocessing.get_context("fork")
 
 
 def within_the_limits(figures):
-    """Checks the limits of the contract, which hold whatever other programs the machine runs."""
+    """Checks that the members go on within 2 s of a kill, let a ready process in within 10 s, and stop for it for less
+    than 2 s. On a machine without other programs that stop is far shorter."""
     assert max(figures["pause_s"]) < 2 and max(figures["let_in_s"]) < 10 and figures["stopped_s"] < 2, figures
 
 

@@ -33,7 +33,8 @@ MOST_SLOTS = 256
 LOCK_PAUSE_S = 0.0002
 """Seconds between two attempts to take the lock."""
 LOOKS = 8
-"""A process that holds the lock in so many looks one after the other, over the group's time limit, is ended."""
+"""A waiting process looks this many times in the group's time limit at which process holds the lock. It ends a
+process that it then finds with the lock again more than this many times, with no other process in between."""
 
 
 class Board:
@@ -110,7 +111,7 @@ class Board:
         os.replace(new, self.folder / name)
 
     def get(self, name: str) -> Any | None:
-        """Returns the value of a file that `put` has written; None if there is no such file."""
+        """Returns the value that `put` has written into file `name`; None if there is no such file."""
         try:
             return json.loads((self.folder / name).read_text())
         except FileNotFoundError:

@@ -88,8 +88,8 @@ class Group:
             memory, such as under /dev/shm.
           slots: `R`, the largest number of ranks that the group ever has; the `num_ranks` of its programs.
           slot: this process's rank; None takes the lowest free one.
-          axis_name: name of the axis in `dispatch` and `combine`. A process can open one group of a name, and no second
-            one after it.
+          axis_name: name of the axis in `dispatch` and `combine`. A process can open one group with a name, and no
+            further one with that name after it has closed the first.
           placement: `Placement` of the experts on all `R` ranks, which says what a rank holds when it comes. None: the
             experts are at their homes, and no rank serves the experts of an absent rank.
           timeout_s: seconds for which a member that lives may keep the others waiting; then they go on without it. The
@@ -239,12 +239,16 @@ class Group:
         return self._settle(step)
 
     def _settle(self, step: int) -> Change:
+        """Arrives at the newest proposal as a member that is to run `step` next, and adopts the view that follows."""
         share = b"" if self.placement is None else np.asarray(self.placement.experts, np.int32).tobytes()
         step = _validate.integer(step, "step", "elastic.Group", minimum=0)
         with self._changing:
             return self._adopt(self._membership.settle(step, share))
 
     def _adopt(self, settled: Settled) -> Change:
+        """Goes on as a member of the view `settled`: exchanges with its members, forgets the failure, and computes the
+        placement, which is the same on all members. Waits for further members where the slots do not hold all experts.
+        """
         joined, lost = settled.joined, settled.lost
         while self._base is not None and self._room() < self._base.num_experts:
             settled = self._membership.settle_with_more(settled, ROOM_S)
@@ -356,6 +360,7 @@ class Group:
             told.add((view, -1))
 
     def _stop_watching(self) -> None:
+        """Ends the thread that watches the members, if there is one."""
         self._stopped.set()
         if self._watcher is not None:
             self._watcher.join()
@@ -367,10 +372,16 @@ class Group:
         return self._failure or (kernels.failure() if kernels is not None else "")
 
     def _fail(self, text: str, remedy: str = "call group.recover(step)") -> None:
+        """Notes why an operation has failed, unless an earlier failure is noted already."""
         with self._failing:
             self._failure = self._failure or f"xen_moe_jax: {text}; {remedy}"
 
     def _check_wait(self, member: int, waited_s: float) -> None:
+        """Checks a wait of an exchange for `member`, which has lasted for `waited_s` seconds.
+
+        Raises:
+          GaveUp: the wait must end.
+        """
         if self._membership.gone(member):
             raise GaveUp(f"the process of rank {member} has ended")
         if self._membership.interrupted():
@@ -383,6 +394,7 @@ class Group:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _open(self, caller: str) -> None:
+        """Raises RuntimeError, which names the method `caller`, if the group is closed."""
         if self._closed:
             raise RuntimeError(f"elastic.Group.{caller}: the group is closed")
 

@@ -25,10 +25,12 @@ from xen_moe_jax.backends.cuda import liveness
 from xen_moe_jax.elastic._board import CHANGE, LEFT, PROPOSAL, STEP_BITS, URGENT, WAITING, Board, fence
 
 PAUSE_S = 0.0005
+"""Seconds between two looks for the files of a proposal."""
 GRACE_S = 1.0
-"""Seconds that a member may be in a step while another one waits for it in the next view. It needs none of them: no
-member waits before the step has ended on all. Only a process that was stopped, and then wrote an old `CHANGE`, makes
-one member begin a step that another one does not begin."""
+"""Seconds for which a member may stay in a step while another member waits for it in the next view. In the normal case
+the wait is short: no member waits there before its own step has ended, and a step ends with the rows of all members.
+Only a process that was stopped, and then wrote an old `CHANGE`, makes one member begin a step that another one does
+not begin."""
 
 
 class Evicted(RuntimeError):
@@ -148,6 +150,11 @@ class Membership:
             return self._look(process)
 
     def _look(self, process: str) -> bool:
+        """Returns what `_ended` does, for an identity of `liveness`. The caller holds `_looking`.
+
+        Raises:
+          RuntimeError: the process cannot be watched from here.
+        """
         if process not in self._held:
             try:
                 self._held[process] = descriptor = liveness.hold(process)
@@ -176,6 +183,7 @@ class Membership:
         return self._away(slot, self._identities[slot])
 
     def _away(self, slot: str | int, identity: str) -> bool:
+        """Returns True if the process with this identity in `slot` has ended, or has left the group."""
         return self._board.words[LEFT + int(slot)] >= _claim_of(identity) or self._ended(identity)
 
     def claims(self) -> dict[int, int]:
@@ -443,6 +451,7 @@ class Membership:
 
 
 def _claim_of(identity: str) -> int:
+    """Returns the number of the claim, the last word of an identity."""
     return int(identity.rsplit(" ", 1)[1])
 
 

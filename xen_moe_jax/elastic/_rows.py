@@ -22,9 +22,11 @@ import numpy as np
 from xen_moe_jax.elastic._board import fence, map_file
 
 HEADER = 64
+"""Bytes in front of the rows in a region: room for the two marks."""
 SPINS = 64
 """Looks for a mark before the first pause. After each look the rank yields its core, which ranks may share."""
 PAUSE_S = 20e-6
+"""Seconds of a pause between two later looks."""
 LOOK_S = 0.001
 """Seconds between two looks of a waiting member at whether the member that it waits for still lives."""
 
@@ -45,7 +47,7 @@ class _Region:
 
 
 class Rows:
-    """The exchanges of slot `slot`. `claims`: as of `enter`, of this slot alone. `check(member, waited_s)` raises
+    """The exchanges of slot `slot`. `claims`: as for `enter`, with this slot alone. `check(member, waited_s)` raises
     `GaveUp` where a wait for this member, which has lasted for `waited_s` seconds, must end."""
 
     def __init__(
@@ -124,7 +126,11 @@ class Rows:
         return out
 
     def _wait(self, region: _Region, parity: int, mark: int, member: int) -> None:
-        """Waits until `member`'s half `parity` has this mark."""
+        """Waits until the half `parity` of `member` has this mark.
+
+        Raises:
+          GaveUp: the wait must end, and the mark is not there.
+        """
         looks, began, looked = 0, 0.0, 0.0
         while region.marks[parity] != mark:
             looks += 1

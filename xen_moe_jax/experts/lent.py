@@ -36,8 +36,16 @@ ROWS = 8
 
 @pytree(static=("axis_name", "at_once", "config"))
 class Lent:
-    """A rank's weights `own [L, A, B]` of its experts, and which experts each rank borrows: `borrowed int32 [R, N]`,
-    then -1, the same on every rank, `at_once` (`W`) in a round. `active`: bool `[R]`, or None."""
+    """The weights of a rank's experts, and the experts that each rank borrows.
+
+    Attributes:
+      own: `[L, A, B]`, one matrix of each of this rank's experts.
+      borrowed: int32 `[R, N]`, the experts that each rank borrows, and then -1; the same on every rank.
+      active: bool `[R]`, or None for all ranks.
+      axis_name: names of the mesh axes over which the ranks are numbered.
+      at_once: `W`, experts that a rank borrows in one round.
+      config: tuning of the exchanges.
+    """
 
     own: Any
     borrowed: Any
@@ -65,23 +73,26 @@ class Lent:
         return dataclasses.replace(self, own=own, borrowed=None, active=None)
 
     def rounds(self) -> Any:
-        """How many rounds the rank needs that borrows most."""
+        """Returns int32 `[]`, the number of rounds of the rank that borrows most experts."""
         return -(-jnp.max(jnp.sum(self.borrowed >= 0, axis=1, dtype=jnp.int32)) // self.at_once)
 
     def of_round(self, array: Any, turn: Any, axis: int = 0) -> Any:
-        """The entries of a round of an array that has one for every borrowed expert."""
+        """Returns the `W` entries of round `turn` from an array that has `N` entries, one for each borrowed expert,
+        along `axis`. Behind the last entry they are -1 for `borrowed`, and 0 for other arrays."""
         extra = [(0, -array.shape[a] % self.at_once if a == axis else 0) for a in range(array.ndim)]
         padded = jnp.pad(array, extra, constant_values=-1 if array is self.borrowed else 0)
         return lax.dynamic_slice_in_dim(padded, turn * self.at_once, self.at_once, axis)
 
     def fetch(self, turn: Any) -> jax.Array:
-        """`[W, A, B]`: the weights of the experts that this rank borrows in a round; zeros where there is none."""
+        """Returns `[W, A, B]`, the weights of the experts that this rank borrows in round `turn`; zeros where there is
+        none. All ranks call it in the same round."""
         wanted = self.of_round(self.borrowed, turn, axis=1)  # the home of expert e is row e of all ranks
         return self._move(self.own, wanted, self.shape[0])
 
     def send_home(self, own: jax.Array, gradients: jax.Array, turn: Any) -> jax.Array:
-        """Adds `gradients [W, A, B]` of the experts that this rank borrows in a round to the `own` ones of the experts'
-        homes. A home gets `W` gradients at a time."""
+        """Sends `gradients [W, A, B]` of the experts that this rank borrows in round `turn` to their homes. Returns
+        `own [L, A, B]` with those that came here added in ascending order of ranks, each sum in float32 and rounded to
+        the dtype of `own`. A home gets `W` gradients at a time."""
         ranks, local, width = self.borrowed.shape[0], self.shape[0], self.at_once
         expert = self.of_round(self.borrowed, turn, axis=1).reshape(-1)
         home = jnp.where(expert >= 0, expert // local, -1)
@@ -106,6 +117,8 @@ class Lent:
         return lax.fori_loop(0, (jnp.max(order) + width) // width, some, own)
 
     def _move(self, rows: Any, source: Any, slots: int) -> jax.Array:
+        """Returns `[W, ...]`: this rank's rows by `source int32 [R, W]`, numbered `rank * slots + row`, -1 for zeros,
+        from the `rows [slots, ...]` of all ranks."""
         sizes = tuple(_mesh.axis_size(name) for name in self.axis_name)
         active = EVERY_RANK if self.active is None else self.active
         operands = _mesh.vary_over([rows, source, active], self.axis_name)
@@ -209,15 +222,17 @@ def _in_windows(step: Callable[..., Any], count: int, weights: Lent, sizes: Any,
 
 
 def _window(array: Any, start: Any, mine: Any) -> Any:
-    """Rows of a window, zeros for those that are not its own."""
+    """Returns the rows of a window from row `start` on, with zeros for rows that are not `mine`."""
     rows = lax.dynamic_slice_in_dim(array, start, mine.shape[0])
     return jnp.where(_over_columns(mine, rows), rows, 0)
 
 
 def _put(array: Any, rows: Any, start: Any, mine: Any) -> Any:
+    """Returns `array` with those `rows` that are `mine` in the place of its own, from row `start` on."""
     before = lax.dynamic_slice_in_dim(array, start, mine.shape[0])
     return lax.dynamic_update_slice_in_dim(array, jnp.where(_over_columns(mine, rows), rows, before), start, 0)
 
 
 def _over_columns(mine: Any, rows: Any) -> Any:
+    """Returns `mine [N]` with as many dimensions as `rows [N, ...]` have."""
     return mine.reshape(-1, *[1] * (rows.ndim - 1))
