@@ -238,7 +238,8 @@ class _Layer(Streams):
             self._send([refs.ended[n]])
 
     def _send_rows(self, first: Any, count: Any) -> None:
-        """Sends rows to their places among the rows of their tokens."""
+        """Sends `count` rows, from row `first` of `kept` on, to their places among the rows of their tokens, on the
+        tokens' ranks."""
         refs, kept, back = self.refs, self._records(self.refs.kept), self.back
         assert back is not None
         many = lax.div(count, AT_ONCE)
@@ -441,7 +442,8 @@ def _body(
 
 
 def _put_places(refs: Any, sizes: Sizes, rank: Any, core: Any) -> None:
-    """Writes what `decode_sums` must know of this rank's tokens; one core does."""
+    """Writes the table of `places` of this rank's tokens for `decode_sums`. Core 0 alone writes it: both cores would
+    write the same."""
 
     @pl.when(core == 0)
     def _() -> None:
@@ -606,8 +608,8 @@ def decode_layer(
         reads the weights as often.
       certain: experts whose weights come before the routing is known, the first ones; at most `L`.
       axes: the ranks; None: tokens and experts are this rank's alone, and sums are not rounded.
-      launch: with two cores, each has half of the experts, whose number is even, and `kept` and `certain` are of each;
-        with axes.
+      launch: where it has two cores, `axes` are given, the number of experts is even, each core has half of them, and
+        `kept` and `certain` are those of a core.
       in_hbm: sums come back into HBM, not VMEM; with axes. Rows, which come back to two cores, always do.
 
     Returns:

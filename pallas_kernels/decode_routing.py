@@ -48,9 +48,9 @@ class Sizes:
     most: rows of a visit. kept: rows that there is room for.
     certain: experts that are visited whether they have rows or not, the first ones: their weights are on their way
       before the routing is known.
-    cores: of a rank that share its experts, which are `cores` times `experts`: a core has experts side by side, and
-      the core of the same number of another rank sends it its tokens. With two, rows are not added up here: each leaves
-      for its place among the rows of its token (`by_rank`).
+    cores: cores of a rank that share its experts. A rank then has `cores` times `experts` experts, and each core a run
+      of them. A core gets tokens from the cores of its own number on the other ranks. With two cores, `decode_layer`
+      does not add up rows: each row leaves for its place among the rows of its token (`by_rank`).
     """
 
     ranks: int
@@ -176,8 +176,9 @@ def _move(refs: Any, origin: Any, target: Any) -> None:
 
 
 def by_rank(experts: jax.Array, of_rank: int, ranks: int) -> tuple[jax.Array, jax.Array]:
-    """Returns int32 `[K, N]`: the rank of each slot of int32 `experts [K, N]`, `ranks` where there is none, and the
-    place of each slot among its token's in the order of ranks, those of one rank in slot order."""
+    """Returns two int32 `[K, N]` for the slots of int32 `experts [K, N]`: the rank of a slot's expert, `ranks` if it
+    names none; and the place of the slot among those of its token, in the order of ranks and, for one rank, of slots.
+    `of_rank`: experts of a rank."""
     owner = sum((experts >= r * of_rank).astype(jnp.int32) for r in range(1, ranks + 1))
     owner = jnp.where(experts >= 0, owner, ranks)
     slot = lax.broadcasted_iota(jnp.int32, experts.shape, 0)
@@ -192,8 +193,8 @@ def put_own(refs: Any, sizes: Sizes, rank: Any, core: Any) -> None:
     """Puts this rank's routing where it leaves from; writes which tokens go to each rank, to its core of this number.
 
     `own` then has, for every rank, its tokens in the order of their groups, a word each (`leaving`), and behind these
-    the number of tokens that go to each rank (`returned`), or of their rows, where rows come back. `masks[r]` has ones
-    in the rows of tokens that go to rank `r`, where sums come back.
+    the number of tokens that go to each rank (`returned`); with two cores also the number of their rows
+    (`returned_rows`). With one core, `masks[r]` has ones in the rows of tokens that go to rank `r`.
     """
     top_k, tokens, wide = sizes.top_k, sizes.tokens, sizes.wide
     refs.routing[rank] = jnp.full((2 * sizes.half, wide), -1, jnp.int32)
@@ -243,12 +244,12 @@ def leaving(refs: Any, sizes: Sizes, rank: Any, n: Any) -> Any:
 
 
 def returned(refs: Any, sizes: Sizes, rank: Any) -> Any:
-    """Number of this rank's tokens that `rank`, or its core of this number, has rows of."""
+    """Returns how many of this rank's tokens have rows on `rank`; with two cores, on its core of this core's number."""
     return refs.own[sizes.ranks * sizes.wide + rank]
 
 
 def returned_rows(refs: Any, sizes: Sizes, rank: Any) -> Any:
-    """Number of rows of this rank's tokens that the core of this number of `rank` has, where there are two."""
+    """Returns how many rows of this rank's tokens the core of this core's number on `rank` has, with two cores."""
     return refs.own[sizes.ranks * sizes.wide + LANES // 2 + rank]
 
 

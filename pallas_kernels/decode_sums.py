@@ -5,8 +5,8 @@ the order of ranks, those of one rank in slot order (`decode_routing.by_rank`). 
 weights and added up, and the sum is rounded as if it had travelled; then the ranks' sums are added up. So the bits are
 those of a layer whose ranks send sums.
 
-Who does it: cores take every second block of tokens. Nothing reaches another rank, and nothing waits: both cores of
-`decode_layer` have ended, so that all rows are there.
+Who does it: the two cores divide the blocks of tokens between them. Nothing reaches another rank, and nothing waits:
+both cores of `decode_layer` have ended, so that all rows are there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from xen_moe_jax.pallas_kernels.reduce_ranks import keep
 
 
 def lines(top_k: int) -> int:
-    """Lines of a table of `places`."""
+    """Returns the columns of a table of `places`, a multiple of 8."""
     return -(-3 * top_k // SUBLANES) * SUBLANES
 
 
@@ -39,12 +39,13 @@ def places(experts: jax.Array, weights: jax.Array, of_rank: int, ranks: int) -> 
     """Returns what `decode_sums` must know of the rows of each token.
 
     Args:
-      experts: int32 `[K, N]`, global experts; others name none. weights: the bits of float32 `[K, N]`.
+      experts: int32 `[K, N]`, numbers of experts among those of all ranks; any other number names no expert.
+      weights: int32 `[K, N]`, the bits of float32 router weights.
       of_rank: experts of a rank.
 
     Returns:
-      float32 `[N, lines(K)]`: for each place of a token's rows the weight; then whether the rows of a rank go on there,
-      and whether they end there, each 1 or 0.
+      float32 `[N, lines(K)]`: for each of the `K` places of a token's rows the weight of its row; then, 1 or 0, whether
+      the row is of the same rank as the row before it; then whether it is the last row of its rank.
     """
     top_k = experts.shape[0]
     owner, place = by_rank(experts, of_rank, ranks)
@@ -128,16 +129,16 @@ def decode_sums(
     dtype: Any,
     launch: Launch,
 ) -> jax.Array:
-    """Weighted sums of tokens, of rows that lie side by side.
+    """Adds up the weighted rows of each token, which lie side by side.
 
     Args:
       rows: int32 `[K * T, N, 128]`, records; row `k` of token `t` is number `k * T + t`. Rows of slots without an
         expert are unspecified.
       table: of `places`, for `T` tokens at least.
-      shape: `(T, H)`; `T` is a multiple of 16 or less. dtype: of the result.
+      record: of a row. shape: `(T, H)`; `T` is a multiple of 16, or less than 16. dtype: of the result.
 
     Returns:
-      `[T, H]`.
+      `[T, H]` in `dtype`.
     """
     tokens, hidden = shape
     (number, *of_row), size = rows.shape, min(tokens, GROUP)

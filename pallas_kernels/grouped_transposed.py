@@ -108,7 +108,7 @@ def _body(refs: Any, *, tiles: Tiles, pairs: Sequence[tuple[str, str]], local: i
             at = (0, 0, pl.ds(number, 1)) if of_rows else (here,)
             row = lax.broadcasted_iota(jnp.int32, value.shape, int(of_rows)) + number * tiles.piece
             mine = (row >= begin) & (row < end)
-            others = jnp.where(is_first, 0.0, out[at].astype(jnp.float32))  # rows of nobody are zero
+            others = jnp.where(is_first, 0.0, out[at].astype(jnp.float32))  # rows of no expert are zero
             out[at] = jnp.where(mine, value, others).astype(out.dtype)
 
         if refs.total is None:

@@ -99,8 +99,8 @@ class Link:
       send, recv, credits: as `scratch` makes them.
       place: number of this rank among its peers; None: its rank along `axes`.
       ids: rank along `axes` of peer `i`. count: how many peers there are, this rank included; None: all of `axes`.
-      core: number of this core, where both cores of a device run the kernel, each for itself: cores of one number
-        signal one another, and so do DMAs find their semaphores. None: the kernel runs on one core.
+      core: number of this core, where both cores of a device run the kernel, each for itself: a core signals the core
+        of its own number on each peer, and its DMAs signal that core's semaphores. None: the kernel runs on one core.
     """
 
     axes: peers.Axes | None

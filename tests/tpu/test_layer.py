@@ -36,7 +36,8 @@ CASES["DeepSeek-V3"] = dataclasses.replace(
 CASES["chunks"] = dataclasses.replace(CASES["swiglu"], num_chunks=2)
 CASES["many rows"] = dataclasses.replace(CASES["swiglu"], num_experts=16, top_k=4)
 MANY = 64
-"""Tokens with which an expert of a host of four devices has so many rows that both cores of v4 and v5p share them."""
+"""Tokens of a device with which, on four devices, an expert has so many rows that both cores of a v4 or v5p share the
+experts of their rank."""
 
 
 @pytest.mark.tpu4

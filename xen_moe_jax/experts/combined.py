@@ -80,14 +80,14 @@ def by_hopper(function: ExpertFunction, x: jax.Array, weights: mlp.Weights) -> b
 
 
 def by_pallas(function: ExpertFunction, rows: jax.Array, weights: mlp.Weights) -> bool:
-    """True if both gradients by the rows are kernels of `on_tpu`, with what lies between them in one of the two."""
+    """True if kernels of `on_tpu` compute both gradients by the rows, and one of them the activation's between."""
     inner = jax.ShapeDtypeStruct((rows.shape[0], weights["up"].shape[2]), rows.dtype)
     pairs = [*((rows, weights[name]) for name in mlp.projection_names(function)), (inner, weights["down"])]
     return not function.expert_bias and all(grouped_matmul.by_pallas(function.grouped_matmul, *pair) for pair in pairs)
 
 
 def _own(function: ExpertFunction, weights: mlp.Weights) -> bool:
-    """True for the library's experts, grouped, with weights that are not quantized: these have no derivative."""
+    """True for the library's experts, grouped, without quantized weights, which have no derivative."""
     own = function.experts is None and function.layout == "grouped"
     return own and not any(isinstance(weight, QuantizedWeight) for weight in weights.values())
 
@@ -206,7 +206,7 @@ define_derivative(_run, _forward, _backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run_on_tpu(step: _Step, rows: Any, row_weights: Any, first: Any, last: Any, sizes: Any, handle: Any) -> Any:
-    """The value of `_run`."""
+    """Returns the same value as `_run`; its backward pass is that of the TPU kernels."""
     return step.home(step.outer(step.inner(rows, first, sizes), last, sizes), handle, row_weights)
 
 

@@ -107,10 +107,12 @@ def behind_activation(
     group_sizes: jax.Array,
     activation: Activation,
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-    """Gradients of `(f * a(projections)) @ weight[expert]`: `activation_gradients`.
+    """Returns the gradients of `(f * a(projections)) @ weight[expert]`, by the kernel `activation_gradients`.
 
     Args:
-      cotangent: `[C, H]`. weight: `[L, F, H]`. projections: each `[C, F]`. factors: float32 `[C]`.
+      cotangent: `[C, H]`, of the product. weight: `[L, F, H]`, of the dtype of the cotangent.
+      projections: each `[C, F]`, operands of the activation `a`. factors: float32 `[C]`, `f`.
+      group_sizes: int32 `[L]`, rows of each expert.
 
     Returns:
       The cotangents of the projections; the rows `f * a(projections)`, and float32 `[C]`, the cotangent of `f`.

@@ -241,12 +241,14 @@ class LayerPieces(NamedTuple):
 def layer_pieces(
     limit: int, chip_cores: int, ranks: int, slots: tuple[int, int], matrices: Matrices, part: int = 1
 ) -> LayerPieces | None:
-    """Returns pieces with as many slabs on their way as `limit` bytes of VMEM allow; None where not even
-    `LEAST_AHEAD` do, where tables do not fit SMEM, and where two cores are needed for so many rows and cannot share the
-    experts.
+    """Returns pieces with as many slabs on their way as `limit` bytes of VMEM allow.
+
+    None where not even `LEAST_AHEAD` slabs fit, where tables do not fit SMEM, where there are more ranks than
+    `all_gather_dispatch.GATHERED_RANKS`, where weights are of one byte and the chip has two cores, and where so many
+    rows need two cores that cannot share the experts: their number is odd, or there is one rank.
 
     Args:
-      limit: of one core. chip_cores: of the chip.
+      limit: bytes of VMEM of a core. chip_cores: cores of the chip.
       slots: tokens of a rank, and slots of a token.
       part: ranks that the slots of these tokens are divided among, where every rank has the tokens.
     """

@@ -1,4 +1,4 @@
-"""The kernel of grouped matmuls' gradient by the rows in interpret mode, to the bit, and the layer that has it."""
+"""The kernels of grouped matmuls' gradients by the rows in interpret mode, and the layer that has them."""
 
 from __future__ import annotations
 
