@@ -1,4 +1,4 @@
-"""A group's rows times its other rows, the sum over the group: the gradient of a grouped matmul's weights."""
+"""The gradient of a grouped matmul's weights: of each group the rows, transposed, times its other rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xen_moe_jax.pallas_kernels.hopper import claims, gather, ring
 from xen_moe_jax.pallas_kernels.hopper.tiles import COMPUTE_WARPGROUPS, ROW_ALIGNMENT, Tiles, up_to_each
 
 
-@functools.partial(jax.jit, static_argnames=("gathered", "tiles", "height", "num_sms"))  # calls alike are lowered once
+@functools.partial(jax.jit, static_argnames=("gathered", "tiles", "height", "num_sms"))  # equal calls are lowered once
 def rows_by_rows(
     rows: jax.Array,
     others: jax.Array,
@@ -27,13 +27,23 @@ def rows_by_rows(
     height: int | None = None,
     num_sms: int | None = None,
 ) -> jax.Array:
-    """Every group's `rows [C, A]` transposed times its `others [C, B]` -> `[L, A, B]`; zeros for an empty group.
+    """Returns every group's `rows [C, A]`, transposed, times its `others [C, B]`: `[L, A, B]` in their dtype, zeros for
+    an empty group. Sums are float32.
 
-    With `height` only so many of the `A` rows of each result are stored. Where `A` or `B` ends within a tile, TMA loads
-    zeros past the end and stores nothing there.
+    Where `A` or `B` ends within a tile, TMA loads zeros past the end and stores nothing there.
 
-    With `index`, int32 `[C]`, the operand that `gathered` names, "rows" or "others", may have any number of rows: row
-    `c` is its row `index[c]`, and zeros where that is outside of it.
+    Args:
+      rows: bfloat16 or float16. `A` and `B` elements are multiples of `tiles.swizzle` bytes, and `C` one of 8.
+      others: in the dtype of `rows`.
+      group_sizes: int32 `[L]`.
+      index: int32 `[C]`, or None. The operand that `gathered` names may then have any number of rows: its row
+        `index[c]` is multiplied in place of row `c`, and zeros where it has no such row.
+      gathered: "rows" or "others".
+      height: how many of the `A` rows of each result are stored; None for all.
+      num_sms: multiprocessors that the kernel may take; None for all of the GPU.
+
+    Raises:
+      ValueError: sizes that the tiles do not take, an index of another length, or an operand that cannot be gathered.
     """
     dtype = rows.dtype
     num_groups, (columns, width) = group_sizes.shape[0], (rows.shape[1], others.shape[1])
@@ -127,7 +137,7 @@ def rows_by_rows(
                 def at_edge(k: Any, slot: Any) -> None:
                     @pl.when((k * tiles.k < low) | ((k + 1) * tiles.k > high))
                     def _() -> None:
-                        # the other warpgroup does the same
+                        # both warpgroups zero all of these rows: neither needs to wait for the other one
                         for name, gathers in (("left", by_rows), ("right", by_others)):
                             if not gathers:
                                 silence(s[name].at[slot], low - k * tiles.k, high - k * tiles.k, tiles.swizzle)
@@ -161,7 +171,8 @@ def rows_by_rows(
 
 
 def silence(stage: Any, low: Any, high: Any, swizzle: int) -> None:
-    """Zeroes the rows of `stage [K, N]` outside `[low, high)`. Only these are written, and none is read."""
+    """Zeroes the rows of `stage [K, N]`, 16-bit numbers in shared memory, outside `[low, high)`. It writes these rows
+    alone, and reads none."""
     itemsize = jnp.dtype(stage.dtype).itemsize
     count, blocks = stage.shape[0], stage.shape[1] * itemsize // swizzle
     tiling = plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
@@ -180,7 +191,7 @@ def silence(stage: Any, low: Any, high: Any, swizzle: int) -> None:
         side_by_side = swizzle // gather.CHUNK
         row, chunk = (of(thread, utils.c(side_by_side, i32)) for of in (arith.divui, arith.remui))
         at_once = gather.THREADS // side_by_side
-        # a row of a block of 8 rows lies in `swizzle` bytes, in whatever order
+        # each row of a block of 8 rows lies in `swizzle` bytes, whose order does not matter for zeros
         eight, in_eight = arith.shrui(row, utils.c(3, i32)), arith.andi(row, utils.c(7, i32))
         offset = arith.addi(
             arith.muli(eight, utils.c(8 * swizzle * blocks, i32)),
@@ -188,7 +199,7 @@ def silence(stage: Any, low: Any, high: Any, swizzle: int) -> None:
         )
         base = utils.getelementptr(utils.memref_ptr(stage), [offset], i8)
         for first in range(0, count, at_once):
-            # one comparison for both ends: rows below the first one wrap around
+            # one unsigned comparison serves both ends: rows below `low` wrap around to large numbers
             own = arith.subi(arith.addi(row, utils.c(first, i32)), low)
             outside = arith.cmpi(arith.CmpIPredicate.uge, own, used)
             for block in range(blocks):

@@ -1,10 +1,10 @@
-"""The backward pass of an activation between fp8 matmuls: cotangents of the projections, and the activation made again,
-go from float32 into fp8 without a matrix in between.
+"""The backward pass of an activation between fp8 matmuls: the cotangents of the projections, and the activation, which
+is computed again, are quantized without a pass through the GPU's memory in 16 bits.
 
-A thread block has a tile of 128 x 128 of all operands in shared memory, computes there, rounds to their dtype, and
-quantizes each result for its uses: cotangents by rows for the gradient of the experts' rows, and everything by columns
-for the gradients of weights. It reads and writes each number once. Two blocks fit into a multiprocessor, since what is
-stored lies in the place of the first operand.
+A thread block has a tile of 128 x 128 of all operands in shared memory. It computes its results in place, rounded to
+the operands' dtype, and quantizes each for its uses: the cotangents by rows for the gradient of the experts' rows, and
+all results by columns for the gradients of weights. It reads and writes each number once. Two blocks fit into a
+multiprocessor, since the codes that are about to be stored lie in the place of the first operand.
 """
 
 from __future__ import annotations
@@ -33,23 +33,25 @@ def gradients(
     row_weights: jax.Array | None,
     blocks: jax.Array,
 ) -> tuple[list[tuple[Quantized, Quantized]], Quantized, jax.Array | None]:
-    """The cotangents of the projections and the activation, quantized, of rows that are weighted behind the activation.
+    """Returns the cotangents of the projections, and the activation, of rows that are weighted behind the activation,
+    all of them quantized.
 
     Args:
-      by_inner: cotangent of the weighted activation, `[C, F]` of 16 bits, `F` a multiple of 64.
+      by_inner: cotangent of the weighted activation, bfloat16 or float16 `[C, F]`, `F` a multiple of 64.
       projections: `gate` and `up`, or `up` alone, `[C, F]` in the same dtype.
-      row_weights: float32 `[C]`, or None.
+      row_weights: float32 `[C]`, factors of the activation's rows, or None for factors of one.
       blocks: int32 `[2, N]`, from `blocks_of_groups`.
 
     Returns:
-      Rows and columns of each projection's cotangent, as `float8_quantize.both`; the columns of the weighted
-      activation; the cotangent of `row_weights`, float32 `[C]`, or None. Rows past the last group are unspecified.
+      For each projection the rows and the columns of its cotangent, as `float8_quantize.both` returns them; the columns
+      of the weighted activation; the cotangent of `row_weights`, float32 `[C]`, or None. Rows past the last group are
+      unspecified.
     """
     (count, width), total, kind = by_inner.shape, blocks.shape[1], by_inner.dtype
     beside, long = pl.cdiv(width, BLOCK), (pl.cdiv(count, BLOCK) + 1) * BLOCK
     operands = [by_inner, *projections]
     if row_weights is not None:
-        row_weights = jnp.pad(row_weights, (0, long - count))  # a block's rows may begin at the last of all
+        row_weights = jnp.pad(row_weights, (0, long - count))  # a block's 128 rows may begin at the last row
 
     def body(facts: Any, *refs: Any, first: Any, others: Any, loaded: Any) -> None:
         inner_tile, (turned, staged) = first
@@ -61,7 +63,8 @@ def gradients(
         column, of_block = pl.ds(j * BLOCK, BLOCK), pl.ds(block * BLOCK, BLOCK)
 
         def compute(m: int) -> None:
-            """Computes 64 rows from row `m` on, in place."""
+            """Replaces 64 rows of all tiles, from row `m` on: the cotangent by the weighted activation, a projection by
+            its cotangent. Stores the rows' parts of the cotangent of `row_weights`."""
             factor = sums = None
             if weights is not None:
                 factor = plgpu.load(weights.at[pl.ds(start + m, ROWS)], layout=WGMMA.reduce(1), optimized=False)
@@ -103,7 +106,7 @@ def gradients(
             values, scales = outputs[4 * len(others) : 4 * len(others) + 2]
             float8_tile.quantize_columns(inner_tile, turned, scales.at[block, column], over=True)
             store(turned, values, (column, of_block))
-            # From here on the other half of that tile holds what is stored.
+            # `turned` is one half of the first tile. The other half, `staged`, holds each tile of codes on its way out.
             for number, tile in enumerate(others):
                 values, scales = outputs[4 * number : 4 * number + 2]
                 float8_tile.quantize_rows(tile, staged, scales.at[0, j, pl.ds(start, BLOCK)])

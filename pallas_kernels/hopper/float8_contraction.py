@@ -1,6 +1,7 @@
-"""The gradient of weights in fp8: a group's rows times its other rows, both quantized for 128 rows of a column.
+"""The gradient of weights in fp8: of each group the rows, transposed, times its other rows.
 
-Both operands lie transposed, rows innermost, and every group begins at a multiple of 128 of them: `float8_quantize`.
+Both operands are quantized by `float8_quantize`, with a scale for 128 rows of a column. They lie transposed, with rows
+innermost, and every group begins at a multiple of 128 rows.
 """
 
 from __future__ import annotations
@@ -39,13 +40,18 @@ def rows_by_rows(
     tiles: Tiles,
     num_sms: int | None = None,
 ) -> jax.Array:
-    """Every group's rows transposed times its other rows -> `[L, height, width]` in `dtype`; zeros for an empty group.
+    """Returns every group's rows, transposed, times its other rows: `[L, height, width]` in `dtype`, zeros for an empty
+    group. Sums are float32.
 
     Args:
-      rows: values e4m3 `[A, N * 128]`, scales float32 `[N, A]`, of `N` blocks of 128 rows; `A` and `B` are `height` and
-        `width`, or more.
-      others: `[B, N * 128]` and `[N, B]`.
+      rows: values e4m3 `[A, N * 128]`, scales float32 `[N, A]`, of `N` blocks of 128 rows; `A` is at least `height`.
+      others: `[B, N * 128]` and `[N, B]`; `B` is at least `width`.
       blocks: int32 `[L]`, how many blocks each group has.
+      height: rows of each result.
+      width: columns of each result.
+      dtype: bfloat16 or float16.
+      tiles: 128 deep, and a multiple of 128 wide.
+      num_sms: multiprocessors that the kernel may take; None for all of the GPU.
     """
     num_groups, parts = blocks.shape[0], tiles.n // BLOCK
     m_tiles, n_tiles = pl.cdiv(height, tiles.cluster_m), pl.cdiv(width, tiles.cluster_n)

@@ -1,8 +1,9 @@
 """Quantizes operands of the fp8 matmuls. A thread block has a tile of 128 x 128, reads it once, and writes it in the
 layout that matmuls need: wgmma reads fp8 only with the contracted dimension innermost.
 
-Weights are written as they lie, for the gradient of rows, and transposed, for the product. Rows get a scale for 128
-columns for a product, or one for 128 rows of a column, transposed, for the gradient of weights.
+Weights have a scale for 128 x 128 elements. They are written as they lie, for the gradient of rows, and transposed, for
+the product. For a product, rows have a scale for 128 columns. For the gradient of weights they are transposed and have
+a scale for 128 rows of a column.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ from xen_moe_jax.pallas_kernels.hopper.float8_tile import HALF
 from xen_moe_jax.pallas_kernels.hopper.tiles import up_to_each
 
 UNIT = 4
-"""TMA copies of a row of float32 numbers begin at multiples of so many numbers, 16 bytes. A copy that begins elsewhere
-is an illegal instruction (H100, CUDA 13.0)."""
+"""TMA copies of a row of float32 numbers begin at multiples of this many numbers, 16 bytes. A copy that begins
+elsewhere is an illegal instruction (H100, CUDA 13.0)."""
 TILE = plgpu.SMEM((BLOCK, BLOCK), DTYPE, transforms=SWIZZLED)
 
 
 def launch(body: Any, out: Any, scratch: dict[str, Any], grid: tuple[int, ...], name: str) -> Any:
-    """Returns the function that launches `body` with a warpgroup for each tile of `grid`."""
+    """Returns the function that launches `body` with a thread block of one warpgroup for each tile of `grid`, whose
+    axes are "x", "y" and "z"."""
     return plgpu.kernel(
         body,
         out_type=out,
@@ -50,7 +52,7 @@ def launch(body: Any, out: Any, scratch: dict[str, Any], grid: tuple[int, ...], 
 
 
 def _piece(source: Any, row: int) -> Any:
-    """Loads float32 `[64, 128]` from two halves of shared memory."""
+    """Loads 64 rows, from `row` on, of a tile in two halves: float32 `[64, 128]`."""
 
     def part(half: int) -> Any:
         value = plgpu.load(source.at[half, pl.ds(row, ROWS)], layout=WGMMA, optimized=False)
@@ -60,20 +62,23 @@ def _piece(source: Any, row: int) -> Any:
 
 
 def _bits(x: Any) -> Any:
-    """Returns the bits of the magnitude of float32 numbers, which order them; those of NaN are the largest."""
+    """Returns the bits of the magnitudes of float32 numbers, int32 in their order; those of a NaN are the largest."""
     return lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
 
 
 def _scaled(x: Any, inverse: Any, finite: Any) -> Any:
-    """Returns e4m3 values of float32 numbers times the inverse of their scale, zeros where a block is not finite."""
+    """Returns float32 numbers times the inverse of their scale, in e4m3; zeros where a block is not finite."""
     return jnp.where(finite, x * inverse, 0.0).astype(DTYPE)
 
 
 @functools.partial(jax.jit, static_argnames=("product", "gradient"))
 def weights(array: jax.Array, *, product: bool, gradient: bool) -> tuple[Quantized | None, Quantized | None]:
-    """Quantizes `[L, A, B]` in blocks of 128 x 128 for the product, `[L, B, A]`, and the gradient of rows, `[L, A, B]`.
+    """Quantizes weights `[L, A, B]`, bfloat16 or float16, in blocks of 128 x 128; `B` is a multiple of 64.
 
-    `B` is a multiple of 64. Both sizes of the results are padded to multiples of 128 with zeros.
+    Returns:
+      With `product`, values `[L, B, A]` and scales `[L, B / 128, A / 128]` for the product, else None; with `gradient`,
+      values `[L, A, B]` and scales `[L, A / 128, B / 128]` for the gradient of rows, else None. `A` and `B` of the
+      results are padded to multiples of 128 with zeros.
     """
     local, rows, columns = array.shape
     above, beside = pl.cdiv(rows, BLOCK), pl.cdiv(columns, BLOCK)
@@ -126,9 +131,11 @@ def weights(array: jax.Array, *, product: bool, gradient: bool) -> tuple[Quantiz
 
 @jax.jit
 def rows(array: jax.Array) -> Quantized:
-    """Quantizes `[C, A]` for a product: `[C, A]` with a scale for 128 columns, `A` padded to a multiple of 128.
+    """Quantizes rows `[C, A]`, bfloat16 or float16, for a product; `C` is a multiple of 8, `A` of 64.
 
-    `C` is a multiple of 8, `A` of 64.
+    Returns:
+      Values `[C, A]` and scales `[1, A / 128, ceil(C / 128) * 128]`, a scale for 128 columns of a row; `A` is padded to
+      a multiple of 128 with zeros.
     """
     count, columns = array.shape
     above, beside = pl.cdiv(count, BLOCK), pl.cdiv(columns, BLOCK)
@@ -157,10 +164,15 @@ def rows(array: jax.Array) -> Quantized:
 
 
 def blocks_of_groups(group_sizes: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """Cuts the groups' rows into blocks of 128 from each group's first on.
+    """Cuts the rows of each group into blocks of 128, from the group's first row on.
+
+    Args:
+      group_sizes: int32 `[L]`.
+      capacity: rows of the buffer that holds all groups.
 
     Returns:
-      int32 `[2, N]`, of each block its first row and how many rows it has; `[L]`, how many blocks each group has.
+      int32 `[2, N]`, the first row and the number of rows of each block, both zero behind the last block: `N` is the
+      most blocks that any groups of `capacity` rows can need. int32 `[L]`, the number of blocks of each group.
     """
     local = group_sizes.shape[0]
     sizes = jnp.maximum(group_sizes.astype(jnp.int32), 0)
@@ -176,29 +188,36 @@ def blocks_of_groups(group_sizes: jax.Array, capacity: int) -> tuple[jax.Array, 
 
 @jax.jit
 def columns(array: jax.Array | Quantized, blocks: jax.Array) -> Quantized:
-    """Quantizes `[C, A]` for a contraction: `[A, N * 128]` with a scale for 128 rows of a column, `[N, A]`.
+    """Quantizes rows `[C, A]` by columns for the gradient of weights, which contracts the rows of a group.
 
     Args:
-      array: 16-bit floats, `A` a multiple of 64, or rows that are quantized for a product.
+      array: bfloat16 or float16, `A` a multiple of 64, or rows that are quantized for a product; these are quantized
+        again, from the float32 numbers that they stand for.
       blocks: int32 `[2, N]`, from `blocks_of_groups`.
 
     Returns:
-      Values and scales; `A` is padded to a multiple of 128 with zeros. Blocks without rows are unspecified.
+      Values e4m3 `[A, N * 128]` and scales float32 `[N, A]`, a scale for the up to 128 rows of a block in a column. A
+      block's values past its last row are zeros. `A` is padded to a multiple of 128 with zeros. Blocks without rows are
+      unspecified.
     """
     return _by_blocks(array, blocks, product=False)[1]
 
 
 @jax.jit
 def both(array: jax.Array, blocks: jax.Array) -> tuple[Quantized, Quantized]:
-    """`rows` and `columns` of 16-bit floats, which are read once. Rows past the last group are unspecified."""
+    """Returns `rows` and `columns` of an array `[C, A]`, bfloat16 or float16, which is read once. Rows past the last
+    group are unspecified. The scales of the rows are `[1, A / 128, C']` with `C'` above `C`."""
     of_rows, of_columns = _by_blocks(array, blocks, product=True)
     assert of_rows is not None
     return of_rows, of_columns
 
 
 def _by_blocks(array: jax.Array | Quantized, blocks: jax.Array, *, product: bool) -> tuple[Quantized | None, Quantized]:
-    """Quantizes blocks of up to 128 rows of a group. For a `product` all 128 rows from a block's first on are written:
-    those of the next group are what its own block writes there."""
+    """Quantizes blocks of up to 128 rows of a group, by columns and, with `product`, by rows as well.
+
+    By rows, a thread block writes all 128 rows from its block's first on. Some of them may be of the next group, whose
+    own thread block writes the same bits there.
+    """
     again = isinstance(array, Quantized)
     operands = (array.values, array.scales) if isinstance(array, Quantized) else (array,)
     (count, width), total = operands[0].shape, blocks.shape[1]
@@ -247,7 +266,7 @@ def _by_blocks(array: jax.Array | Quantized, blocks: jax.Array, *, product: bool
     scratch["given"] = float8_tile.narrow() if again else float8_tile.wide(operands[0].dtype)
     if again:
         scratch["factors"] = plgpu.SMEM((BLOCK + 2 * UNIT,), jnp.float32)
-    if product:  # a block's rows may begin at the last of all, so that 128 more have a scale
+    if product:  # a block's 128 rows may begin at the last row, so that scales are written 127 rows past it
         long = (pl.cdiv(count, BLOCK) + 1) * BLOCK
         scratch["values"] = float8_tile.narrow()
         shapes.insert(0, jax.ShapeDtypeStruct((count, beside * BLOCK), DTYPE))
@@ -259,7 +278,7 @@ def _by_blocks(array: jax.Array | Quantized, blocks: jax.Array, *, product: bool
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA.reduce(1)))
 def store_one(context: Any, place: Any, values: Any) -> None:
-    """Stores one of `values`, which are all the same, to `place [1]`."""
+    """Stores one of `values [64]`, which are all the same, to `place [1]` in the GPU's memory, by one thread."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import memref, scf, vector
@@ -273,10 +292,10 @@ def store_one(context: Any, place: Any, values: Any) -> None:
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED), plgpu.RefType(SWIZZLED)))
 def transpose(context: Any, source: Any, target: Any) -> None:
-    """Transposes a tile of bytes `[128, 128]` in shared memory.
+    """Transposes a tile of bytes `[128, 128]` in shared memory, whose rows are swizzled by 128 bytes.
 
-    A thread reads four columns of 16 rows, a word a row, and writes 16 bytes a column. Words of a row lie where bits 4
-    to 6 of their place are changed by those of the row's number.
+    A thread reads four columns of 16 rows, a word from each row, and writes 16 bytes of each column. The swizzle is
+    that of `float8_tile`: the lowest three bits of a row's number change bits 4 to 6 of the place of a byte in the row.
     """
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir

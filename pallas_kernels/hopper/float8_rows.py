@@ -1,11 +1,12 @@
-"""Grouped matmuls in fp8 (e4m3): rows with a scale for 128 elements times weights with a scale for 128 x 128.
+"""Grouped matmuls in fp8 (e4m3): rows with a scale for 128 elements times weights with a scale for 128 x 128
+(DeepSeek-V3, arXiv:2412.19437, section 3.3.2).
 
-wgmma adds up 128 elements of the contracted dimension in accumulators of its own; they are then multiplied by both
-scales and added to float32 sums in other registers, while the other warpgroup multiplies. Shared memory holds both
-operands with the contracted dimension innermost, the only way in which wgmma reads fp8.
+wgmma adds up 128 elements of the contracted dimension in accumulators. These are multiplied by both scales and added
+to float32 sums in other registers, while wgmma computes the next product. Shared memory holds both operands with the
+contracted dimension innermost, the only way in which wgmma reads fp8.
 
-An expert's activation is quantized where it is made: a warpgroup has 128 columns of a row, so that their largest number
-and their scale need no other warpgroup.
+An expert's activation is quantized where it is computed: a warpgroup has 128 columns of a row, so that it finds their
+largest magnitude and their scale without another warpgroup.
 """
 
 from __future__ import annotations
@@ -32,17 +33,18 @@ DTYPE = jnp.float8_e4m3fn
 SHARED_MEMORY = 227 * 1024 - 256
 """Bytes for stages and pieces; barriers have the rest of a multiprocessor's 227 KiB for one thread block."""
 REDUCTION = 2048
-"""Bytes that Mosaic sets aside for the reduction of a row."""
+"""Bytes of shared memory that Mosaic sets aside for the reduction of a row."""
 CLAIMS = 1024
-"""Bytes of claims, with their alignment."""
+"""Bytes of shared memory for claims, with their alignment."""
 LARGEST, MIN_AMAX = 448.0, 2.0**-96
 WGMMA = plgpu.Layout.WGMMA
 ROWS = 64
 """Rows that a wgmma multiplies."""
 SWIZZLED: Any = (plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(BLOCK))  # type: ignore[abstract]
 DESCRIPTOR = 1 << 62 | 64 << 32 | 1 << 16
-"""The constant part of the descriptors of wgmma's operands. It says that rows have 128 swizzled bytes and that eight
-rows have 1,024 bytes, which a descriptor counts in units of 16."""
+"""The constant part of the descriptors of wgmma's operands in shared memory (PTX ISA, "Matrix Descriptor Format"). It
+says that rows are swizzled by 128 bytes and that eight rows have 1,024 bytes, which a descriptor counts in units of
+16."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +74,17 @@ def rows_by_weights(
     tiles: Tiles,
     num_sms: int | None = None,
 ) -> jax.Array:
-    """The sum of products of rows `[C, A]` by the weights of their groups -> `[C, columns]` in `dtype`."""
+    """Returns the sum of the products of rows by the weights of their groups, `[C, columns]` in `dtype`; rows past the
+    last group are unspecified.
+
+    Args:
+      pairs: rows `[C, A]` and weights `[L, B, A]`, `B` at least `columns`; one product for each pair.
+      group_sizes: int32 `[L]`.
+      columns: columns of the result.
+      dtype: bfloat16 or float16.
+      tiles: 128 deep, and a multiple of 128 wide.
+      num_sms: multiprocessors that the kernel may take; None for all of the GPU.
+    """
 
     def epilogue(part: Part) -> Iterator[Any]:
         for number, total in enumerate(part.totals):
@@ -96,7 +108,21 @@ def activated_rows(
     tiles: Tiles,
     num_sms: int | None = None,
 ) -> tuple[Quantized, tuple[jax.Array, ...]]:
-    """The activation of the rows' projections, in float32, quantized; the projections in the dtype `projections`."""
+    """Returns the activation of the rows' projections, computed in float32 and quantized, and the projections.
+
+    Args:
+      rows: `[C, A]`.
+      weights: `[L, B, A]` each, `gate` and `up`, or `up` alone where the activation is not gated.
+      group_sizes: int32 `[L]`.
+      width: columns `F` of the projections, at most `B`.
+      projections: dtype in which the projections are stored, or None to store none.
+      tiles: 128 deep, and 256 wide where the activation is gated: 128 columns of each projection.
+      num_sms: multiprocessors that the kernel may take; None for all of the GPU.
+
+    Returns:
+      Values `[C, B]` (`F` rounded up to a multiple of 128) with a scale for 128 columns in each tile of rows, and the
+      projections, `[C, F]` each. Rows past the last group are unspecified.
+    """
     return _activated(rows, weights, group_sizes, width, activation, projections, tiles, num_sms)
 
 
@@ -140,10 +166,14 @@ def _activated(
 
 
 def scales_of(amax_bits: Any) -> tuple[Any, Any, Any]:
-    """Scales, their inverses, and whether blocks are finite, by the rule of `xen_moe_jax._quantize`, from the bits of
-    their largest magnitudes, of which NaN's are the largest.
+    """Returns the scales of blocks (NaN of one that is not finite), the inverses of the scales, and whether the blocks
+    are finite, by the rule of `xen_moe_jax._quantize`.
 
-    A division is approximate here; one step with its remainder makes the quotient right but for the last bit at times.
+    Divisions are approximate in this kernel. One correction by the remainder makes a quotient right, but at times for
+    its last bit.
+
+    Args:
+      amax_bits: int32, the bits of the blocks' largest magnitudes as float32; those of a NaN are the largest.
     """
     finite = amax_bits < 0x7F800000
     amax = jnp.maximum(lax.bitcast_convert_type(amax_bits, jnp.float32), MIN_AMAX)
@@ -155,7 +185,7 @@ def scales_of(amax_bits: Any) -> tuple[Any, Any, Any]:
 
 
 def quantized(rows: Any) -> tuple[Any, Any]:
-    """float32 `[M, 128]` -> values and scales `[M]`."""
+    """Quantizes float32 `[M, 128]`: returns values e4m3 `[M, 128]` and float32 scales `[M]`."""
     bits = lax.bitcast_convert_type(jnp.abs(rows), jnp.int32)
     scale, inverse, finite = scales_of(jnp.max(bits, axis=1))
     scaled = rows * lax.broadcast_in_dim(inverse, rows.shape, (0,))
@@ -168,10 +198,10 @@ class Part:
     """A warpgroup's part of a tile, once its sums are complete.
 
     Attributes:
-      totals: float32 `[64, 128]` each, beside each other.
+      totals: float32 `[64, 128]` each: the sums of the columns of the tile, side by side.
       outputs: references to the results.
-      store: `(output, column)`: how a buffer gets into an output at a column of the part.
-      store_scales: stores scales `[64]` of the columns from a column on.
+      store: `(output, column)` -> a function that copies a buffer to `output`, from `column` of the part on.
+      store_scales: `(output, column, scales [64])`: stores the scales of the 128 columns from `column` on.
     """
 
     totals: tuple[Any, ...]
@@ -191,11 +221,13 @@ def _product(
     stored: Any,
 ) -> list[jax.Array]:
     """Runs the kernel: multiplies the rows of each of `pairs` by its weights, whose columns stand side by side in a
-    tile, and adds up all products.
+    tile, and adds up the products of all pairs.
 
     Args:
-      epilogue: yields pieces of a `Part` in `stored` or in fp8, each with the function that stores it.
+      epilogue: yields pieces of a `Part` in `stored` or in fp8, each with the function that copies it from a buffer.
       out: shapes of the results.
+      name: end of the kernel's name.
+      stored: the 16-bit dtype of pieces.
     """
     (capacity, depth), beside = pairs[0][0].values.shape, len(pairs[0][1])
     width = pairs[0][1][0].values.shape[1]
@@ -282,7 +314,7 @@ def _product(
                     def step(k: Any, carry: Any, scales_of: Any = scales_of) -> Any:
                         count, now, product, *totals = carry
                         slot = lax.rem(count, jnp.int32(tiles.stages))
-                        after = scales_of(jnp.minimum(k + 1, k_steps - 1))  # on its way while this step multiplies
+                        after = scales_of(jnp.minimum(k + 1, k_steps - 1))  # loaded while this step multiplies
                         plgpu.barrier_wait(s["loaded"].at[slot])
                         of_rows = plgpu.load(s["scales"].at[slot, m_at], layout=WGMMA.reduce(1), optimized=False)
                         left, right = s["left"].at[slot, m_at], s["right"].at[slot]
@@ -306,7 +338,7 @@ def _product(
                 def store_scales(out: Any, n: int, scales: Any) -> None:
                     at = pl.ds(peer * tiles.m + wg * tiles.warpgroup_m, tiles.warpgroup_m)
 
-                    @pl.when(block + n // BLOCK <= last_block)  # unlike a copy, a store does not end at the last column
+                    @pl.when(block + n // BLOCK <= last_block)  # unlike TMA, a store would go on past the last block
                     def _() -> None:
                         out[m, block + n // BLOCK, at] = scales
 
@@ -329,19 +361,21 @@ def _product(
 def multiply(
     left: Any, right: Any, product: Any, totals: Sequence[Any], rows: Sequence[Any], columns: Any, never: Any
 ) -> Any:
-    """Multiplies a stage and adds it to the totals: `left [64, 128]` times `right [256, 128]` transposed, both in
-    shared memory, times scales. Returns registers for the next product, and the totals.
+    """Multiplies a stage and adds it to the totals: `left [64, 128]` times `right [256, 128]` transposed, both e4m3 in
+    shared memory, times scales. Returns `product`, whose registers the next call takes, and the totals.
 
     Args:
-      product: float32 `[64, 128]`, any numbers in the registers that products take in turns.
-      totals: float32 `[64, 128]` each, side by side.
-      rows: scales `[64]` of the rows, for each of `totals`.
-      columns: scales `[256]` of the columns in shared memory, or None.
-      never: false, but ptxas does not know it. The first of four wgmma overwrites the accumulators unless it is true:
-        ptxas would take others to begin before the last product was added up, and has too few of them.
+      product: float32 `[64, 128]`: registers for the products, which take them in turns. Their values are not used.
+      totals: float32 `[64, 128]` each: the sums of 128 columns of `right` each, side by side.
+      rows: float32 scales `[64]` of the rows, for each of `totals`.
+      columns: float32 scales `[256]` of the columns in shared memory, or None if `rows` holds the whole scales.
+      never: int32 zero that ptxas does not know to be zero. The first of the four wgmma of a product overwrites the
+        accumulators unless it is another number. If ptxas knew it, it would let that wgmma begin in other registers
+        before the last product is added up, and it has too few of them.
 
-    While a product of 64 columns is added up, the next one is computed. With scales of columns a product has 128: half
-    as many read the rows half as often from shared memory, which the scales keep busy as well (H100: 559 us, not 589).
+    While a product of 64 columns is added up, the next one is computed. With scales of columns a product has 128
+    columns: half as many products read the rows half as often from shared memory, from which the scales are read as
+    well (gradient of weights, H100: 559 us instead of 589).
     """
     refs = [SWIZZLED, SWIZZLED] if columns is None else [SWIZZLED, SWIZZLED, ()]
     kinds = [*(plgpu.RefType(kind) for kind in refs), WGMMA, *[WGMMA] * len(totals)]
@@ -376,7 +410,7 @@ def _multiply(context: Any, left: Any, right: Any, *rest: Any) -> Any:
     operands = [*given, *factors, descriptor(left), descriptor(right), never.registers.item()]
     operands += [] if columns is None else [llvm.ptrtoint(i32, utils.memref_ptr(columns))]
     count = len(given)
-    names = [f"${count + number}" for number in range(count, len(operands))]  # those behind the tied ones
+    names = [f"${count + number}" for number in range(count, len(operands))]  # inputs behind the tied ones
     text = _multiplication(parts, names[: 2 * parts], names[2 * parts :])
     constraints = ["=f"] * count + [str(number) for number in range(count)]
     constraints += ["f"] * len(factors) + ["l", "l", "r"] + ["r"] * (columns is not None)
@@ -393,8 +427,12 @@ def _multiply(context: Any, left: Any, right: Any, *rest: Any) -> Any:
 
 
 def _multiplication(parts: int, rows: list[str], names: list[str]) -> str:
-    """PTX of `multiply`. Its registers are 64 of the products, then those of the totals; a thread has rows `r` and
-    `r + 8`, and of each 8 columns two."""
+    """PTX of `multiply`. `$0` to `$63` are the products' registers, followed by 64 for each of the totals. A thread has
+    the rows `r` and `r + 8`, and two of each 8 columns.
+
+    `rows` names two registers of scales for each of the totals. `names` are the descriptors of both operands, `never`,
+    and the address of the columns' scales if there are any.
+    """
     left, right, never, *columns = names
     width = BLOCK if columns else BLOCK // 2
     pieces, size, turns = parts * BLOCK // width, width // 2, BLOCK // width
@@ -433,8 +471,12 @@ def _multiplication(parts: int, rows: list[str], names: list[str]) -> str:
 def scratch_of(
     tiles: Tiles, left: tuple[int, ...], right: tuple[int, ...], stored: Any, loads: int, scales: int, reserved: int = 0
 ) -> dict[str, Any]:
-    """Scratch of a kernel: as `ring.scratch`, with operands in fp8, and pieces of output in `stored` and in fp8. Beside
-    it a stage has float32 `scales`; `reserved` bytes are left."""
+    """Returns the scratch of a kernel as `ring.scratch` does, with operands in fp8, and pieces of output in `stored`
+    and in fp8, which share their place.
+
+    A stage has, beside its operands, `scales` float32 numbers, which the caller adds to the scratch. A warpgroup has
+    four, two or one piece, as many as fit into shared memory beside the stages and `reserved` bytes.
+    """
     released: Any = plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=tiles.stages)
     if tiles.cluster is not None:
         released = plgpu.ClusterBarrier(
@@ -466,12 +508,12 @@ def scratch_of(
 
 
 def _of_rows(dtype: Any) -> Any:
-    """Transforms of a piece whose rows may be stored one by one: no tile of it has more than one."""
+    """Returns the layout of a piece whose rows may be stored one by one: no tile of it has more than one row."""
     return plgpu.TilingTransform((1, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)  # type: ignore[abstract]
 
 
 def load_steps(tiles: Tiles, scratch: dict[str, Any], steps: Any, done: Any, load: Any) -> Any:
-    """Loads the steps of a tile as `ring.load_steps` does, and gives `load` the number of the stage too."""
+    """Loads the steps of a tile as `ring.load_steps` does, and gives `load` the number of the stage's slot, too."""
 
     def step(k: Any, count: Any) -> Any:
         slot = lax.rem(count, jnp.int32(tiles.stages))
@@ -487,8 +529,8 @@ def load_steps(tiles: Tiles, scratch: dict[str, Any], steps: Any, done: Any, loa
 
 
 def ring_store(pieces: Any, scratch: dict[str, Any], wg: Any) -> None:
-    """Stores pieces as `ring.store` does, but in two dtypes and through any number of buffers, because a copy reads its
-    buffer for a microsecond."""
+    """Stores pieces as `ring.store` does, but in two dtypes, and through as many buffers as there are: a copy reads its
+    buffer for a microsecond, in which the next pieces are written to the other ones."""
     wide, narrow = scratch["pieces"]
     buffers = wide.shape[1]
     for number, (value, copy) in enumerate(pieces):

@@ -1,11 +1,12 @@
 """Quantizes a tile of 128 x 128 in shared memory, by rows or by columns, in PTX.
 
-A thread that quantizes columns has one of them: it needs no other thread for its largest number, and the 128 bytes that
-it makes lie side by side in the transposed tile. Eight threads have a row, each 16 of its columns. Layouts of Mosaic
-would reduce a column over all warps through shared memory, which took longer than to read the matrix.
+A thread quantizes one column: it finds the column's largest number without another thread, and the 128 bytes that it
+makes lie side by side in the transposed tile. Eight threads quantize a row, each 16 of its columns. Mosaic's layouts
+would reduce a column over all warps through shared memory, which takes longer than reading the matrix.
 
-Rows of a tile of 16-bit numbers lie in two halves of 64 columns, 128 bytes a row; those of a tile in fp8 have 128 bytes
-too. The 16-byte pieces of a row are swizzled: bits 4 to 6 of their place are changed by those of the row's number.
+A tile of 16-bit numbers lies in two halves of 64 columns, in each of which a row has 128 bytes. A row of a tile in fp8
+has 128 bytes, too. Rows are swizzled by 128 bytes, as TMA and wgmma have them: piece `q` of the 16-byte pieces of row
+`r` lies where piece `q ^ (r % 8)` of the row would lie without the swizzle.
 """
 
 from __future__ import annotations
@@ -20,47 +21,57 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 BLOCK = 128
 """Rows and columns of a tile, and threads of a warpgroup."""
 HALF = 64
-"""Columns of 16 bits in a row of shared memory."""
+"""Columns of 16-bit numbers in a row of 128 bytes of shared memory."""
 HALF_BYTES, ROW_BYTES = BLOCK * HALF * 2, BLOCK
 DTYPE = jnp.float8_e4m3fn
 WIDE: Any = (plgpu.TilingTransform((1, HALF)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 NARROW: Any = (plgpu.TilingTransform((1, BLOCK)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 """WIDE and NARROW have tiles of one row, so that copies may begin at any row."""
-GIVEN = {"bfloat16": "bf16", "float16": "f16"}
+GIVEN = {"bfloat16": "bf16", "float16": "f16"}  # dtypes of a `wide` tile, and their names in PTX
 
 
 def wide(dtype: Any) -> Any:
-    """Returns shared memory for a tile of 16-bit numbers."""
+    """Returns the type of shared memory for a tile of 16-bit numbers, `[2, 128, 64]` of `dtype`."""
     return plgpu.SMEM((BLOCK // HALF, BLOCK, HALF), dtype, transforms=WIDE)
 
 
 def narrow() -> Any:
-    """Returns shared memory for a tile in fp8."""
+    """Returns the type of shared memory for a tile in fp8 (e4m3), `[128, 128]`."""
     return plgpu.SMEM((BLOCK, BLOCK), DTYPE, transforms=NARROW)
 
 
 def load(source: Any, row: Any, column: Any, tile: Any, barrier: Any) -> None:
-    """Copies the tile of `source [C, A]` that begins at `row` and `column`; `barrier` gets two arrivals."""
+    """Begins to copy a tile of `source [C, A]`, 16-bit numbers, from `row` and `column` on, to the `wide` `tile`.
+
+    `barrier` gets an arrival for each of the two halves. Elements outside of `source` are zeros.
+    """
     for half in range(BLOCK // HALF):
         at = (pl.ds(row, BLOCK), pl.ds(column + half * HALF, HALF))
         plgpu.copy_gmem_to_smem(source.at[at], tile.at[half], barrier)
 
 
 def quantize_rows(tile: Any, values: Any, scales: Any) -> None:
-    """Writes the quantized rows of a `wide` tile to a `narrow` one, and their scales to `scales [128]` in the GPU's
-    memory. No barrier is passed."""
+    """Quantizes the rows of a `wide` tile: writes codes to the `narrow` tile `values`, and float32 scales to
+    `scales [128]` in the GPU's memory. The threads pass no barrier."""
     _inline(_rows, tile, values, scales)
 
 
 def quantize_columns(tile: Any, turned: Any, scales: Any, *, over: bool = False) -> None:
-    """Writes the quantized columns of a `wide` tile to the rows of a `narrow` one, and their scales to `scales [128]`
-    in the GPU's memory. No barrier is passed, unless `turned` may lie `over` the tile, in a kernel of one warpgroup."""
+    """Quantizes the columns of a `wide` tile: writes the codes of column `n` to row `n` of the `narrow` tile `turned`,
+    and float32 scales to `scales [128]` in the GPU's memory.
+
+    With `over`, `turned` may lie in the place of the tile: the threads then pass a barrier between the last read and
+    the first write, and the kernel must have one warpgroup. Without it they pass no barrier.
+    """
     _inline(functools.partial(_columns, over=over), tile, turned, scales)
 
 
 def clear(tile: Any, factors: Any, size: Any, first: Any) -> None:
-    """Sets to zero the rows of a tile from number `size` on, and `factors` from number `first + size` on if there are
-    any. No barrier is passed."""
+    """Sets the rows of a tile from row `size` on to zero. The threads pass no barrier.
+
+    Without `factors` the tile is a `wide` one. With float32 `factors` in shared memory it is a `narrow` one, and the
+    factor of each of these rows, `factors[first + row]`, becomes zero as well: it may be NaN.
+    """
     if factors is None:
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(WIDE), plgpu.Layout.WG_SPLAT(())))(_clear)(tile, size)
     else:
@@ -69,7 +80,8 @@ def clear(tile: Any, factors: Any, size: Any, first: Any) -> None:
 
 
 def quantize_columns_again(tile: Any, factors: Any, first: Any, turned: Any, scales: Any) -> None:
-    """`quantize_columns` of a `narrow` tile whose row `n` is multiplied by `factors[first + n]`."""
+    """Does as `quantize_columns` with the columns of a `narrow` tile whose row `n` is multiplied by
+    `factors[first + n]`, float32 in shared memory."""
     kinds = (plgpu.RefType(NARROW), plgpu.RefType(), plgpu.Layout.WG_SPLAT(()), plgpu.RefType(NARROW), plgpu.RefType())
     plgpu.inline_mgpu(arg_types=kinds)(_columns_again)(tile, factors, first, turned, scales)
 
@@ -99,8 +111,12 @@ def _columns_again(context: Any, tile: Any, factors: Any, first: Any, turned: An
 
 
 def _emit(lines: list[str], *, shared: Any, memory: Any = (), numbers: Any = ()) -> None:
-    """Emits PTX; its operands are places in shared memory, in the GPU's memory, and int32 numbers, in this order. `tid`
-    is the thread's number in its warpgroup."""
+    """Emits the PTX of `lines` for all threads of a warpgroup.
+
+    Its operands `$0`, `$1`, ... are the addresses of `shared`, then those of `memory` (the GPU's), then the int32
+    `numbers`. Of the registers that it declares, `tid` is the thread's number in its warpgroup; `at` and the predicate
+    `past` are free for use.
+    """
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm
@@ -117,7 +133,7 @@ def _emit(lines: list[str], *, shared: Any, memory: Any = (), numbers: Any = ())
 
 
 def _zeros(halves: int, size: str = "$1") -> list[str]:
-    """A thread whose number is `size` or more sets its row to zero."""
+    """PTX of `clear`: a thread sets the row of its number to zero if that number is `size` or more."""
     lines = [".reg .b32 zero;", "mov.b32 zero, 0;", f"setp.ge.s32 past, tid, {size};"]
     lines += [f"mad.lo.u32 at, tid, {ROW_BYTES}, $0;"]
     for place in range(0, ROW_BYTES, 16):
@@ -127,20 +143,21 @@ def _zeros(halves: int, size: str = "$1") -> list[str]:
 
 
 SCALE = [
-    # `amax` is not NaN where `finite`; float32 divisions are rounded correctly
+    # a comparison with NaN is false, so that `finite` is false for NaN too; `div.rn` rounds correctly
     "setp.lt.f32 finite, amax, 0f7F800000;",
     "max.f32 amax, amax, 0f0F800000;",  # 2 ** -96
     "div.rn.f32 scale, amax, 0f43E00000;",  # 448
     "div.rn.f32 inverse, 0f43E00000, amax;",
     "selp.f32 scale, scale, 0f7FC00000, finite;",
 ]
-"""The scale of a block and its inverse, by the rule of `xen_moe_jax._quantize`."""
+"""PTX that computes from `amax`, the largest magnitude of a block, whether the block is `finite`, its `scale` (NaN if
+it is not), and its `inverse`, by the rule of `xen_moe_jax._quantize`."""
 SCALE_REGISTERS = ".reg .f32 amax, scale, inverse; .reg .pred finite;"
 
 
 def _magnitudes(registers: list[str], total: str) -> list[str]:
-    """`total` becomes the larger of itself and of two 16-bit numbers each of `registers`, as bits of their magnitudes:
-    those of a NaN are the largest."""
+    """PTX that raises each half of `total` to the largest magnitude in that half of `registers`, which have two 16-bit
+    numbers each. Magnitudes are compared as integers: the bits of a NaN are the largest."""
     lines = []
     for register in registers:
         lines += [f"and.b32 {register}, {register}, 0x7FFF7FFF;", f"max.u16x2 {total}, {total}, {register};"]
@@ -148,7 +165,7 @@ def _magnitudes(registers: list[str], total: str) -> list[str]:
 
 
 def _largest(pair: str, kind: str) -> list[str]:
-    """`amax` becomes the larger of two 16-bit numbers, as float32."""
+    """PTX that sets `amax` to the larger of the two 16-bit numbers of the register `pair`, as float32."""
     lines = [f"prmt.b32 at, {pair}, 0, 0x1032;", f"max.u16x2 {pair}, {pair}, at;"]
     if kind == "bf16":
         return [*lines, f"shl.b32 at, {pair}, 16;", "mov.b32 amax, at;"]
@@ -156,7 +173,8 @@ def _largest(pair: str, kind: str) -> list[str]:
 
 
 def _rows(kind: str) -> list[str]:
-    """PTX of `quantize_rows`: in pass `p` a thread has 16 columns of row `p * 16 + tid / 8`."""
+    """PTX of `quantize_rows`: in pass `p` a thread has 16 columns of row `p * 16 + tid / 8`, eight in each half. Its
+    eight passes are read twice: for the rows' largest magnitudes, and for their codes."""
     passes = range(BLOCK // 16)
     names = [f"m{p}" for p in passes] + [f"x{n}" for n in range(8)] + [f"o{n}" for n in range(4)]
     lines = [f".reg .b32 {','.join(names)}, c, row, low, from, to, other, lane;", SCALE_REGISTERS]
@@ -176,7 +194,7 @@ def _rows(kind: str) -> list[str]:
     for apart in (1, 2, 4):
         for p in passes:
             lines += [f"shfl.sync.bfly.b32 at, m{p}, {apart}, 0x1f, 0xffffffff;", f"max.u16x2 m{p}, m{p}, at;"]
-    for p in passes[1:]:  # a thread divides for one of its rows
+    for p in passes[1:]:  # of its eight rows a thread computes the scale of one, and gets the others by shuffles
         lines += [f"setp.eq.u32 mine, c, {p};", f"selp.b32 m0, m{p}, m0, mine;"]
     lines += [*_largest("m0", kind), *SCALE, "selp.f32 inverse, inverse, 0f00000000, finite;"]
     lines += ["{ .reg .b64 place;", "mad.lo.u32 at, c, 16, row;", "mad.wide.u32 place, at, 4, $2;"]
@@ -199,7 +217,7 @@ def _rows(kind: str) -> list[str]:
 
 
 def _unpacked(register: str, kind: str) -> list[str]:
-    """`f0` and `f1` become the 16-bit numbers of a register."""
+    """PTX that sets `f0` and `f1` to the two 16-bit numbers of a register, as float32."""
     if kind == "bf16":
         lines = [f"shl.b32 at, {register}, 16;", "mov.b32 f0, at;", f"and.b32 at, {register}, 0xFFFF0000;"]
         return [*lines, "mov.b32 f1, at;"]
@@ -207,7 +225,7 @@ def _unpacked(register: str, kind: str) -> list[str]:
 
 
 def _columns(kind: str, over: bool = False) -> list[str]:
-    """PTX of `quantize_columns`: a thread has the column of its number."""
+    """PTX of `quantize_columns`: a thread has the column of its number, and reads it twice, 16 rows at a step."""
     lines = [
         f".reg .b32 a<8>, x<8>, m<4>, o<{BLOCK // 4}>, q, to;",
         SCALE_REGISTERS,
@@ -244,8 +262,8 @@ def _columns(kind: str, over: bool = False) -> list[str]:
 
 
 def _addresses() -> list[str]:
-    """`a0` to `a7` become the places of a column in rows 0 to 7; piece `q` of a row has it, `at` bytes from its
-    first."""
+    """PTX that sets `a0` to `a7` to the addresses of the thread's column in rows 0 to 7, from the number `q` of the
+    column's 16-byte piece and the column's bytes `at` within the piece. The swizzle repeats every eight rows."""
     lines = ["add.u32 at, at, $0;"]
     for row in range(8):
         lines += [f"xor.b32 a{row}, q, {row};", f"mad.lo.u32 a{row}, a{row}, 16, at;"]
@@ -254,12 +272,13 @@ def _addresses() -> list[str]:
 
 
 def _scale_of_column(scales: str) -> list[str]:
-    """Stores the scale of the thread's column."""
+    """PTX that stores `scale` of the thread's column to the GPU's memory at `scales`."""
     return ["{ .reg .b64 place;", f"mad.wide.u32 place, tid, 4, {scales};", "st.global.f32 [place], scale; }"]
 
 
 def _packed(step: int) -> list[str]:
-    """Four registers for `step` become the 16 codes of `h0` to `h7`."""
+    """PTX that packs the 16 codes of `h0` to `h7` into the four registers of `step`, or zeros if the column is not
+    `finite`."""
     lines = []
     for n in range(4):
         out = f"o{4 * step + n}"
@@ -268,14 +287,14 @@ def _packed(step: int) -> list[str]:
 
 
 def _store_column(step: int, turned: str) -> list[str]:
-    """Stores the codes of `step` to that piece of the row of the thread's number."""
+    """PTX that stores the 16 codes of `step` as the piece of this number of the row `tid` of the tile at `turned`."""
     lines = ["and.b32 to, tid, 7;", f"xor.b32 to, to, {step};", "shl.b32 to, to, 4;"]
     lines += [f"mad.lo.u32 to, tid, {ROW_BYTES}, to;", f"add.u32 to, to, {turned};"]
     return [*lines, f"st.shared.v4.b32 [to], {{{','.join(f'o{4 * step + n}' for n in range(4))}}};"]
 
 
 def _quantized_columns() -> list[str]:
-    """PTX of `quantize_columns_again`: a thread has the column of its number, in registers."""
+    """PTX of `quantize_columns_again`: a thread has the column of its number, and keeps all of it in registers."""
     lines = [
         f".reg .b32 a<8>, b<2>, o<{BLOCK // 4}>, q, to;",
         SCALE_REGISTERS,

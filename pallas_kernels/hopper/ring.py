@@ -1,7 +1,7 @@
 """Parts of the Hopper kernels: a ring of stages between a loading and two multiplying warpgroups, and stores.
 
-The ring runs on from one output tile to the next, so that the loads of a tile begin under the stores of the last one.
-`claims` chooses the tiles of a thread block.
+The ring runs on from one output tile to the next, so that the loads of a tile begin during the stores of the tile in
+front of it. `claims` chooses the tiles of a thread block.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xen_moe_jax.pallas_kernels.hopper import claims, gather
 from xen_moe_jax.pallas_kernels.hopper.tiles import COMPUTE_WARPGROUPS, Tiles
 
 STORE_TILE = 64
-"""Rows, and columns, of the pieces in which a warpgroup stores its accumulators."""
+"""Rows and columns of the pieces in which a warpgroup stores its accumulators."""
 LOAD_REGISTERS, COMPUTE_REGISTERS = 40, 232
 """Registers of a thread; 128 * (40 + 2 * 232) fit into the 65536 of a multiprocessor."""
 
@@ -38,8 +38,9 @@ def scratch(
     loads: int = 2,
     gathered: bool = False,
 ) -> dict[str, Any]:
-    """Scratch of a kernel: stages of both operands, each filled by `loads` copies, their barriers, and two pieces of
-    output a warpgroup. One of the copies may be `gathered`."""
+    """Returns the scratch of a kernel: `tiles.stages` stages of both operands, of the shapes `left` and `right`, each
+    filled by `loads` copies, their barriers, and two pieces of output for each warpgroup. With `gathered`, one of the
+    copies is made by threads, with barriers of its own."""
     released: Any = plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=tiles.stages)
     if tiles.cluster is not None:
         released = plgpu.ClusterBarrier(
@@ -52,7 +53,7 @@ def scratch(
         | {
             "left": plgpu.SMEM((tiles.stages, *left), dtype, transforms=_swizzled(tiles, 8, dtype)),
             "right": plgpu.SMEM((tiles.stages, *right), dtype, transforms=_swizzled(tiles, 8, dtype)),
-            # rows of a piece may be stored one by one: no tile of it has more than one
+            # rows of a piece may be stored one by one: no tile of its layout has more than one row
             "pieces": plgpu.SMEM(
                 (COMPUTE_WARPGROUPS, 2, STORE_TILE, STORE_TILE), dtype, transforms=_swizzled(tiles, 1, dtype)
             ),
@@ -64,8 +65,8 @@ def scratch(
 
 def kernel(body: Any, tiles: Tiles, num_sms: int | None, out_type: Any, scratch: dict[str, Any], name: str) -> Any:
     """Returns the function that launches `body`: a thread block on each of `num_sms` multiprocessors (None: all of the
-    GPU), with one loading and two multiplying warpgroups. Under `vmap`, kernels whose tiles are claimed run one after
-    the other: in one launch they would share a counter."""
+    GPU), with two multiplying warpgroups and one loading warpgroup, the last one. Under `vmap`, kernels whose tiles are
+    claimed run one after the other: in one launch they would share a counter."""
     if num_sms is None:
         num_sms = jax.devices()[0].core_count
     launch = plgpu.kernel(
@@ -87,9 +88,10 @@ def kernel(body: Any, tiles: Tiles, num_sms: int | None, out_type: Any, scratch:
 def load_steps(
     tiles: Tiles, scratch: dict[str, Any], steps: Any, done: Any, load: Any, gathered: gather.Gathered | None = None
 ) -> Any:
-    """Loads `steps` stages, `done` after those of earlier tiles; returns how many have been loaded in all.
+    """Loads the `steps` stages of a tile, after `done` stages of the tiles in front of it; returns how many have been
+    loaded in all.
 
-    `load(k, left, right, barrier)` copies the operands of stage `k` by TMA, but for the one that is `gathered`.
+    `load(k, left, right, barrier)` begins to copy the operands of step `k` by TMA, but for the one that is `gathered`.
     """
 
     numbers = None if gathered is None else gathered.numbers
@@ -113,7 +115,8 @@ def load_steps(
 
 
 def drain(tiles: Tiles, scratch: dict[str, Any], done: Any) -> None:
-    """Waits until every stage that was loaded has been read: barriers and clusters are left in a good state."""
+    """Waits until each of the `done` stages has been read, so that no barrier is left within a phase, and no thread
+    block of a cluster ends while the other one still arrives at its barriers."""
 
     def step(count: Any, _: Any) -> Any:
         plgpu.barrier_wait(scratch["released"].at[lax.rem(count, jnp.int32(tiles.stages))])
@@ -125,12 +128,13 @@ def drain(tiles: Tiles, scratch: dict[str, Any], done: Any) -> None:
 def multiply_steps(
     tiles: Tiles, scratch: dict[str, Any], steps: Any, done: Any, multiply: Any, at_edge: Any = None, beside: int = 1
 ) -> tuple[tuple[Any, ...], Any]:
-    """Multiplies `steps` stages; returns the accumulators, `beside` of which share the columns, and the number of all
-    stages multiplied so far.
+    """Multiplies the `steps` stages of a tile; returns its accumulators, and how many stages have been multiplied in
+    all, with `done` of the tiles in front of it.
 
-    `multiply(accumulators, slot)` starts one wgmma for each of them. `at_edge(k, slot)`, if any, runs before the first
-    and the last stage are multiplied. They are loops of their own, since ptxas runs every wgmma of a loop to its end if
-    it sees a branch between them. The wgmma of the stage before goes on meanwhile.
+    There are `beside` accumulators, which share the columns of the warpgroup's part of the tile. `multiply` of the
+    accumulators and a stage's slot starts one wgmma for each of them. `at_edge(k, slot)`, if given, runs before the
+    first and the last stage are multiplied, while the wgmma of the stage in front goes on. These two stages are loops
+    of their own, since ptxas lets every wgmma of a loop end before the next one if there is a branch between them.
     """
 
     def slot_of(count: Any) -> Any:
@@ -146,7 +150,7 @@ def multiply_steps(
                 at_edge(k, slot)
             multiply(accumulators, slot)
             plgpu.wgmma_wait(tiles.delay * beside)
-            if tiles.delay:  # the wgmma before this one has read its stage
+            if tiles.delay:  # the wgmma in front of this one has read its stage
                 plgpu.barrier_arrive(scratch["released"].at[slot_of(count + tiles.stages - 1)], predicate=k > 0)
             else:
                 plgpu.barrier_arrive(scratch["released"].at[slot])
@@ -170,10 +174,11 @@ def multiply_steps(
 
 
 def store(pieces: Any, scratch: Any, wg: Any) -> None:
-    """Writes pieces of output through `scratch`: each is `(its rows and columns, how to copy them from a buffer)`."""
+    """Stores pieces of output through the buffers of `scratch`, two for warpgroup `wg`. A piece is a pair: its values
+    `[64, 64]`, and a function that copies a buffer to their place in the GPU's memory."""
     for number, (value, copy) in enumerate(pieces):
         buffer = scratch.at[wg, number % 2]
-        # the last piece of the tile before may be in the first buffer: a tile's pieces may be odd in number
+        # a tile may have an odd number of pieces: its last one is then in the buffer of the next tile's first
         plgpu.wait_smem_to_gmem(1 if number else 0, wait_read_only=True)
         buffer[...] = value
         plgpu.commit_smem()
@@ -182,19 +187,23 @@ def store(pieces: Any, scratch: Any, wg: Any) -> None:
 
 
 def places(tiles: Tiles, columns: int) -> list[tuple[int, int]]:
-    """Places at which the pieces of a warpgroup's part of the tile begin, which has `columns` columns."""
+    """Returns the rows and columns at which the pieces of a warpgroup's part of the tile begin; the part has `columns`
+    columns."""
     rows = range(0, tiles.warpgroup_m, STORE_TILE)
     return [(m, n) for m in rows for n in range(0, columns, STORE_TILE)]
 
 
 def piece(acc: Any, m: int, n: int) -> Any:
-    """The accumulators of the piece at `m`, `n`: float32."""
+    """Returns the accumulators of the piece at row `m` and column `n`, float32 `[64, 64]`."""
     return acc[m : m + STORE_TILE, n : n + STORE_TILE]
 
 
 def store_rows(buffer: Any, out: Any, row: Any, column: Any, low: Any, high: Any) -> None:
-    """Stores rows `[low, high)` of a piece to `out` from `row`: as a whole, or in powers of two, since a TMA box is
-    static. The piece is as wide as `buffer [STORE_TILE, width]`."""
+    """Stores rows `[low, high)` of a piece to the same rows of `out`, counted from `row`, from `column` on.
+
+    A TMA box is static. So the 64 rows are stored as a whole, or fewer in boxes of powers of two. The piece is as wide
+    as `buffer [STORE_TILE, width]`.
+    """
     width = buffer.shape[-1]
     count = jnp.maximum(high - low, 0)
 

@@ -30,7 +30,7 @@ class Tiles:
       split: the dimension of the tile that the two warpgroups share out, "m" or "n".
       cluster: the dimension along which two blocks stand side by side, or None: "m" shares the right operand, "n" the
         left one.
-      delay: number of wgmma that are pending when the next one begins.
+      delay: number of stages whose wgmma are pending when the loop goes on to the next stage, 0 or 1.
       claimed: thread blocks take the next tile when they are ready (`claims`), instead of a fixed share from the start.
       band: number of tiles, one below the other, that are computed before those to the right of them. With 1 every
         row of tiles is computed from left to right. A band reads the right operand once for all its tiles, where one
@@ -80,9 +80,10 @@ class Tiles:
 
 
 def up_to_each(values: jax.Array) -> jax.Array:
-    """int32 `[L]` -> `[L + 1]`: the sum of the values up to each one, then a zero, with which `claims` count.
+    """Returns int32 `[L + 1]` for int32 `[L]`: the sum of the values up to each one, then a zero, with which `claims`
+    count.
 
-    By one reduction, a kernel of a microsecond. A cumulative sum would be several.
+    XLA makes one reduction of it, a kernel of a microsecond. A cumulative sum would be several kernels.
     """
     num = values.shape[0]
     at, each = jnp.arange(num + 1, dtype=jnp.int32)[:, None], jnp.arange(num, dtype=jnp.int32)
@@ -94,8 +95,8 @@ def row_tiles(group_sizes: jax.Array, capacity: int, tile_m: int) -> tuple[jax.A
 
     Returns:
       int32 `[4, N]`: of each tile its group, its first row (a multiple of 8), how many rows to leave out at the
-      beginning, and the end of the valid rows, counted from its first. `N` is the most tiles that any groups of
-      `capacity` rows can need. And `up_to_each` group, how many tiles there are, int32 `[L + 1]`.
+      beginning, and the end of the valid rows, counted from its first row. `N` is the most tiles that any groups of
+      `capacity` rows can need. int32 `[L + 1]`: how many tiles there are up to each group, from `up_to_each`.
     """
     num_groups = group_sizes.shape[0]
     sizes = jnp.maximum(group_sizes.astype(jnp.int32), 0)
@@ -111,5 +112,5 @@ def row_tiles(group_sizes: jax.Array, capacity: int, tile_m: int) -> tuple[jax.A
     first = aligned + (index - first_tile) * tile_m
     groups = jnp.broadcast_to(jnp.arange(num_groups, dtype=jnp.int32), first.shape)
     facts = jnp.stack([groups, first, jnp.maximum(starts - first, 0), ends - first])
-    # of one group each: a sum, since gathers would be kernels of their own
+    # A tile has facts of one group, so that a sum over the groups selects them. Gathers would be kernels of their own.
     return jnp.sum(jnp.where((index >= first_tile) & (index < last_tile), facts, 0), axis=-1), up_to
