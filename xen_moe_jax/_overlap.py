@@ -25,7 +25,7 @@ _IN_OVERLAP = contextvars.ContextVar("_IN_OVERLAP", default=False)
 
 def in_overlap() -> bool:
     """Returns True while the work of an `overlap` is traced. Pending operations may then occupy multiprocessors that
-    the kernels of that work would otherwise have."""
+    the kernels of this work would otherwise have."""
     return _IN_OVERLAP.get()
 
 
@@ -47,8 +47,12 @@ class _Traced:
 
 
 def define_derivative(function: Any, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
-    """Calls `function.defvjp`. The backward pass is traced as work of an `overlap` if the forward pass was: JAX traces
-    it later, when the `overlap` has returned."""
+    """Calls `function.defvjp` with rules that trace the backward pass as work of an `overlap` if `forward` was traced
+    within such work: by itself JAX traces a backward pass when the `overlap` has returned.
+
+    A derivative of `jax.jit`, `jax.checkpoint` or `lax.scan` traces `forward`, too, when an `overlap` within has
+    returned. Neither pass is then traced as its work.
+    """
 
     def keep(*operands: Any) -> tuple[Any, Any]:
         out, kept = forward(*operands)
@@ -68,8 +72,9 @@ class PendingDispatch:
 
     Attributes:
       operands: operands of the start, which the done operation takes again.
-      known: the fields of the result that are no results of the primitive.
+      known: the fields of the result that the primitive does not compute.
       pending: arrays that the backend has started to fill.
+      static: static parameters of both operations.
     """
 
     operands: Any
@@ -189,7 +194,11 @@ def combine_start(
 
 @jax.named_scope("xen_moe_combine_done")
 def combine_done(flight: Flight) -> jax.Array:
-    """Waits for the partial sums of a started combine and returns their sum. A flight is finished exactly once."""
+    """Waits for the partial sums of a started combine and returns their sum. A flight is finished exactly once.
+
+    Raises:
+      TypeError: `flight` is not the result of `combine_start`. ValueError: it was finished before.
+    """
     state = _finish(flight, "combine")
     if not isinstance(state, PendingCombine):
         return state
@@ -255,7 +264,7 @@ def overlap[T](flights: T, work: Callable[..., Any], *args: Any) -> tuple[T, Any
 def _order(states: list[Any], others: Any) -> tuple[list[Any], Any]:
     """Orders the pending arrays of `states` against `others`, both ways.
 
-    Arrays that a collective of XLA receives are left out: if they were ordered, the collective would be complete before
+    Arrays that a collective of XLA receives are left out: ordering them would make the collective complete before
     `others` are used.
     """
     brought = [_async_primitives.received_by_xla(state.static.spec, state.static.config) for state in states]

@@ -1,4 +1,5 @@
-"""Runs the part of PTX that `pallas_kernels.hopper.float8_tile` writes, in NumPy: 128 threads in step, no branches."""
+"""Runs PTX in NumPy, as far as `pallas_kernels.hopper.float8_tile` writes it: 128 threads run each instruction
+together, without branches."""
 
 from __future__ import annotations
 
@@ -12,9 +13,13 @@ E4M3 = ml_dtypes.float8_e4m3fn
 
 
 class Machine:
-    """Registers of 128 threads by name, as bits, and bytes of shared memory and of the GPU's memory.
+    """128 threads with their memory.
 
-    `operands` are the values of `$0`, `$1`, ...
+    Attributes:
+      operands: the values of `$0`, `$1`, ...: addresses, which are places in the arrays below, and numbers.
+      shared: uint8 `[...]`, bytes of shared memory.
+      memory: uint8 `[...]`, bytes of the GPU's memory.
+      registers: by name, a number for each thread: bits as uint32 or uint64, and predicates as bool.
     """
 
     def __init__(self, operands, shared, memory):
@@ -163,7 +168,7 @@ class Machine:
         self._set(out, self._get(value)[warp + source])
 
     def _bar(self, suffixes, arguments, active):
-        """All threads run each instruction together."""
+        """A barrier does nothing, since all threads run each instruction together."""
 
     def _cvt(self, suffixes, arguments, active):
         kinds = suffixes[-2:]

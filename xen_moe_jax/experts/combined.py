@@ -1,17 +1,18 @@
 """Experts and the combine of their rows as one differentiable step: fewer passes over the rows in the backward pass.
 
 Where nothing is fused, this is `combine(experts(rows))`. Where the kernels for Hopper GPUs or for TPUs multiply, the
-value has the same bits, and the backward pass is another. A combine weights the rows `[C, H]`, so that its transpose
-multiplies the cotangent's rows by the router weights, and the gradient of these weights reads the experts' output. Both
-results can be computed in front of the last matmul, where a row has F elements; weighted rows then give the gradient of
-`down`:
+value has the same bits, but the backward pass is another one. A combine weights the rows `[C, H]`, so that its
+transpose multiplies the cotangent's rows by the router weights, and the gradient of these weights reads the experts'
+output. Both can be computed in front of the last matmul, where a row has F elements. The gradient of `down` then takes
+weighted rows of the activation (`inner`), `w` being the router weights:
 
     by_inner = rows_of_cotangent @ down.T           by_row_weights = sum(inner * by_inner)
     by_down  = (w * inner).T @ rows_of_cotangent    cotangent of the activation = w * by_inner
 
-So neither the experts' output nor `inner` is kept, and no pass over `[C, H]` is made between two kernels. Of the
-arithmetic here, which reads the projections and `by_inner` and writes their cotangents and `w * inner`, XLA makes one
-kernel on a GPU; on a TPU the kernel that multiplies `rows_of_cotangent @ down.T` has it, too.
+So neither the experts' output nor `inner` is kept, and no pass over `[C, H]` is made between two kernels. The
+arithmetic between the matmuls reads the projections and `by_inner`, and writes the cotangents of the projections and
+`w * inner`. On a GPU XLA makes one kernel of it, and experts in fp8 have one that also quantizes
+(`pallas_kernels/hopper/float8_activation.py`). On a TPU the kernel of `rows_of_cotangent @ down.T` does it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from xen_moe_jax.experts.function import ExpertFunction
 
 @dataclasses.dataclass(frozen=True)
 class Return:
-    """How rows go home: arguments of `combine`."""
+    """How rows go home to their tokens: arguments of `combine`."""
 
     wire: Any = None
     gradient_wire: Any = None
@@ -46,8 +47,8 @@ class Return:
         return combine(y, handle, weighted=weighted, **options)
 
     def transposed(self, cotangent: jax.Array, handle: Handle) -> jax.Array:
-        """Returns the rows of a cotangent. `combine`'s own transpose gives rows past the last group zeros, by a pass
-        over all rows; the Hopper kernels do not read such rows."""
+        """Returns the rows `[C, H]` of a cotangent `[T, H]`. Rows past the last group are unspecified: the kernels do
+        not read them. `combine`'s own transpose sets them to zero by a pass over all rows."""
         return redispatch(
             cotangent, handle, wire=self.gradient_wire, gradient_wire=self.gradient_wire, config=self.config
         )
@@ -75,25 +76,26 @@ def experts_and_combine(function: ExpertFunction, weights: mlp.Weights, routed: 
 
 
 def by_hopper(function: ExpertFunction, x: jax.Array, weights: mlp.Weights) -> bool:
-    """True if the Hopper kernels compute the experts of rows `x [C, H]`, with their derivatives."""
+    """Returns True if the Hopper kernels compute the experts of rows `x [C, H]`, with their derivatives."""
     return _own(function, weights) and grouped_matmul.by_hopper(function.grouped_matmul, x, weights["up"])
 
 
 def by_pallas(function: ExpertFunction, rows: jax.Array, weights: mlp.Weights) -> bool:
-    """True if kernels of `on_tpu` compute both gradients by the rows, and one of them the activation's between."""
+    """Returns True if kernels of `on_tpu` compute both gradients of rows, and the arithmetic between them."""
     inner = jax.ShapeDtypeStruct((rows.shape[0], weights["up"].shape[2]), rows.dtype)
     pairs = [*((rows, weights[name]) for name in mlp.projection_names(function)), (inner, weights["down"])]
     return not function.expert_bias and all(grouped_matmul.by_pallas(function.grouped_matmul, *pair) for pair in pairs)
 
 
 def _own(function: ExpertFunction, weights: mlp.Weights) -> bool:
-    """True for the library's experts, grouped, without quantized weights, which have no derivative."""
+    """Returns True for the library's experts on grouped rows, with weights that are not quantized: a quantized weight
+    has no derivative."""
     own = function.experts is None and function.layout == "grouped"
     return own and not any(isinstance(weight, QuantizedWeight) for weight in weights.values())
 
 
 def run_experts(function: ExpertFunction, weights: mlp.Weights, routed: Routed) -> jax.Array:
-    """Returns the experts' outputs for the rows of `routed`, in their layout."""
+    """Returns the experts' outputs for the rows of `routed`, in the layout of these rows."""
     rows, sizes, *factors = rows_for_experts(function, routed)
     return mlp.built_in(function)(rows, sizes, weights, *factors)
 
@@ -101,8 +103,9 @@ def run_experts(function: ExpertFunction, weights: mlp.Weights, routed: Routed) 
 def sent_as(function: ExpertFunction, x: Any, wire: Any) -> tuple[Any, Any]:
     """Returns the tokens and the wire for a dispatch.
 
-    A function of the caller's with `takes_block_scaled` gets the rows of an fp8 or int8 wire as they arrive, as a
-    `BlockScaled`: the tokens are quantized here. Such a dispatch has no gradient.
+    A function of the caller's with a true attribute `takes_block_scaled` gets the rows of an fp8 or int8 wire as they
+    arrive, as a `BlockScaled`. For it the tokens are quantized here, in front of the dispatch, which then has no
+    gradient.
     """
     grouped = function.grouped_matmul if callable(function.grouped_matmul) and function.layout == "grouped" else None
     takes = getattr(function.experts or grouped, "takes_block_scaled", False) and function.apply_weights_to != "input"
@@ -144,8 +147,7 @@ _plain_combine.defvjp(_plain_forward, _plain_backward)
 def _weighted_combine(
     function: ExpertFunction, weights: mlp.Weights, routed: Routed, back: Return, run: Any
 ) -> jax.Array:
-    """Returns `[T, H]`: experts and a weighted combine with the backward pass of this module, `_run` or
-    `_run_on_tpu`."""
+    """Returns `[T, H]`: experts and a weighted combine, by `run`, which is `_run` or `_run_on_tpu`."""
     leaves, tree = jax.tree.flatten((routed, weights))
     routed, weights = jax.tree.unflatten(tree, vary_alike(*leaves))
     last = {name: weights.pop(name) for name in list(weights) if name.startswith("down")}
@@ -172,7 +174,13 @@ class _Step:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(step: _Step, rows: Any, row_weights: Any, first: Any, last: Any, sizes: Any, handle: Any) -> Any:
-    """`first`: weights of the projections by name; `last`: those behind the activation."""
+    """Returns `[T, H]`: experts of `rows [C, H]`, combined with `row_weights`, float32 `[C]`.
+
+    Args:
+      first: weights and biases of the projections by name.
+      last: weight and bias of `down` by name.
+      sizes: int32 `[L]`, rows of each group.
+    """
     return step.home(step.outer(step.inner(rows, first, sizes), last, sizes), handle, row_weights)
 
 
@@ -206,7 +214,7 @@ define_derivative(_run, _forward, _backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run_on_tpu(step: _Step, rows: Any, row_weights: Any, first: Any, last: Any, sizes: Any, handle: Any) -> Any:
-    """Returns the same value as `_run`; its backward pass is that of the TPU kernels."""
+    """The value of `_run`."""
     return step.home(step.outer(step.inner(rows, first, sizes), last, sizes), handle, row_weights)
 
 
@@ -238,7 +246,7 @@ _run_on_tpu.defvjp(_forward_on_tpu, _backward_on_tpu)
 
 
 def _weighted_float8(function: ExpertFunction, weights: mlp.Weights, routed: Routed, back: Return) -> jax.Array:
-    """Returns `[T, H]`, as `_weighted_combine` does, of experts in fp8."""
+    """Returns `[T, H]`: experts in fp8 and a weighted combine, with the backward pass of this module."""
     leaves, tree = jax.tree.flatten((routed, weights))
     routed, weights = jax.tree.unflatten(tree, vary_alike(*leaves))
     operands = mlp.float8_operands(function, routed.x, routed.group_sizes, weights)
@@ -248,8 +256,8 @@ def _weighted_float8(function: ExpertFunction, weights: mlp.Weights, routed: Rou
 
 @dataclasses.dataclass(frozen=True)
 class _Float8Step:
-    """Static arguments of `_run_float8`: the activation, the rows' way home, and how many rows of how many elements
-    there are without padding."""
+    """Static arguments of `_run_float8`: the activation, the rows' way home, and the rows `count` and elements of a row
+    `hidden` without padding."""
 
     activation: Any
     back: Return

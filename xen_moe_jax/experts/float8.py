@@ -1,17 +1,19 @@
 """The grouped matmul of quantized experts in plain JAX: fp8 (e4m3) rows and weights, float32 sums. Every rounding is
-written here, and other backends equal it.
+written here; the kernels of `hopper_float8` follow the same rule.
 
 Rows have a scale for 128 elements, weights one for 128 x 128 (DeepSeek-V3, arXiv:2412.19437, section 3.3). A product
 is the sum, in ascending order, of blocks of 128 of the contracted dimension: each block is a float32 sum of products,
 which are exact, times the product of both scales, added to a float32 sum. The result is rounded to the rows' dtype
 once.
 
-The gradient of the rows is such a product of the cotangent, quantized for 128 elements along the dimension that is
-contracted then, with the same weights. That of the weights contracts rows: of each group, blocks of 128 rows from the
-group's first on. Cotangents, and rows as the forward pass has dequantized them, have a scale for 128 rows of a column
-there. It has the dtype of the weights, and goes straight through their quantization.
+The gradient of the rows is such a product, too: the cotangent, quantized for 128 elements along the dimension that is
+contracted then, is multiplied by the same quantized weights. The gradient of the weights contracts the rows of each
+group, in blocks of 128 rows from the group's first row on. In it, the cotangent and the rows have a scale for 128 rows
+of a column; the rows are quantized again, from the numbers that the codes of the forward pass stand for. This gradient
+has the dtype of the weights, and is taken as that of the weights before they are quantized (straight-through).
 
-A NaN or an infinity makes its block NaN: of a product the row, of the weights' gradient its row or column.
+A NaN or an infinity makes the scale of its block NaN. In a product this makes its row NaN, in the gradient of weights
+its row or its column.
 """
 
 from __future__ import annotations
@@ -39,10 +41,10 @@ _FORMAT = Wire(DTYPE)
 def grouped_matmul(
     rows: jax.Array | ArrivedRows, weights: jax.Array | QuantizedWeight, group_sizes: jax.Array
 ) -> jax.Array:
-    """Rows `[C, A]` times the weights `[L, A, B]` of their groups -> `[C, B]` in the rows' dtype.
+    """Returns rows `[C, A]` times the weights `[L, A, B]` of their groups: `[C, B]` in the rows' dtype.
 
     Args:
-      rows: floating point, sorted by group, or as they arrived; those past the last group come out unspecified.
+      rows: floating point, sorted by group, or `ArrivedRows`; rows past the last group come out unspecified.
       weights: floating point, or a `QuantizedWeight` of fp8 (e4m3) in blocks of 128 x 128, which is used as it is.
       group_sizes: int32 `[L]`.
 
@@ -57,13 +59,21 @@ def grouped_matmul(
 
 
 def by_hopper(rows: jax.Array | ArrivedRows, weights: jax.Array | QuantizedWeight, group_sizes: jax.Array) -> jax.Array:
-    """`grouped_matmul` of bfloat16 or float16 by kernels for Hopper GPUs; ValueError where they cannot compute it."""
+    """Returns `grouped_matmul` of bfloat16 or float16 by kernels for Hopper GPUs.
+
+    Raises:
+      ValueError: the kernels cannot multiply such operands on this machine, or a `QuantizedWeight` of another format.
+    """
     check_supported(rows, weights)
     return hopper_float8.grouped_matmul(*vary_all((*parts_of(rows), weights, group_sizes)))
 
 
 def automatic(rows: jax.Array | ArrivedRows, weights: jax.Array | QuantizedWeight, group_sizes: jax.Array) -> jax.Array:
-    """`grouped_matmul` by kernels on a Hopper GPU for the operands that they support, otherwise in plain JAX."""
+    """Returns `grouped_matmul` by kernels on a Hopper GPU for operands that they support, otherwise in plain JAX.
+
+    Raises:
+      ValueError: a `QuantizedWeight` of another format.
+    """
     return (by_hopper if by_kernels(automatic, rows, weights) else grouped_matmul)(rows, weights, group_sizes)
 
 
@@ -72,9 +82,9 @@ MATMULS = grouped_matmul, by_hopper, automatic
 
 
 def by_kernels(function: Any, rows: jax.Array | ArrivedRows, weights: jax.Array | QuantizedWeight) -> bool:
-    """True if kernels multiply such operands for the grouped matmul `function`.
+    """Returns True if kernels multiply such operands for the grouped matmul `function`, one of `MATMULS` or any other.
 
-    On a Hopper GPU `automatic` warns, once for each reason, where they cannot.
+    For `automatic` on a Hopper GPU it warns, once for each reason, where they cannot.
 
     Raises:
       ValueError: `function` is `by_hopper`, and they cannot.
@@ -111,7 +121,8 @@ def check_weights(weights: jax.Array | QuantizedWeight) -> None:
 
 
 def parts_of(rows: jax.Array | ArrivedRows) -> tuple[jax.Array, BlockScaled | None]:
-    """Returns the rows that get a cotangent, and the quantized rows that are multiplied in their place, or None."""
+    """Returns the rows that get a cotangent, and the quantized rows that are multiplied in their place; None where the
+    former are multiplied."""
     return (rows.x, rows.scaled) if isinstance(rows, ArrivedRows) else (rows, None)
 
 
@@ -127,8 +138,8 @@ def vary_all(tree: Any) -> Any:
 
 
 def quantize_weights(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Float `[L, A, B]` -> fp8 `[L, A, B]` and float32 scales `[L, ceil(A/128), ceil(B/128)]`, by the rule of rows for
-    the 128 x 128 elements of a block."""
+    """Quantizes weights `[L, A, B]` by the rule of rows for the 128 x 128 elements of a block: returns fp8 `[L, A, B]`
+    and float32 scales `[L, ceil(A / 128), ceil(B / 128)]`."""
     local, rows, columns = weights.shape
     above, beside = -(-rows // BLOCK), -(-columns // BLOCK)
     weights = jnp.pad(weights, ((0, 0), (0, above * BLOCK - rows), (0, beside * BLOCK - columns)))
@@ -153,7 +164,7 @@ def _quantized(rows: Any, arrived: BlockScaled | None) -> tuple[jax.Array, jax.A
 def _forward(rows: Any, arrived: Any, master: Any, values: Any, scales: Any, group_sizes: Any) -> tuple[Any, Any]:
     quantized = _quantized(rows, arrived)
     out = _product(*quantized, values, scales, group_sizes).astype(rows.dtype)
-    # these arrays have no elements: the backward pass reads their dtypes alone
+    # The backward pass reads the dtypes of these arrays without elements.
     dtypes = jnp.zeros((0,), rows.dtype), None if master is None else jnp.zeros((0,), master.dtype)
     return out, (*quantized, values, scales, group_sizes, *dtypes)
 
@@ -175,7 +186,8 @@ _multiply.defvjp(_forward, _backward)
 def _product(
     row_values: jax.Array, row_scales: jax.Array, values: jax.Array, scales: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
-    """fp8 `[C, A]` and its scales `[C, A/128]` times fp8 `[L, A, B]` and its scales -> float32 `[C, B]`."""
+    """Returns float32 `[C, B]`: rows in fp8 `[C, A]`, with scales `[C, ceil(A / 128)]`, times weights in fp8
+    `[L, A, B]`, with scales `[L, ceil(A / 128), ceil(B / 128)]`."""
     count, depth = row_values.shape
     group = jnp.minimum(experts_of_rows(group_sizes, count), values.shape[0] - 1)
     total = None
@@ -190,7 +202,8 @@ def _product(
 
 
 def _contract_rows(rows: jax.Array, cotangent: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """float32 `[C, A]` and `[C, B]` -> float32 `[L, A, B]`: for each group the product over its rows."""
+    """Returns float32 `[L, A, B]` for float32 `rows [C, A]` and `cotangent [C, B]`: of each group the rows, transposed,
+    times its rows of the cotangent, both quantized for 128 rows of a column."""
     count, local = rows.shape[0], group_sizes.shape[0]
     blocks = count // BLOCK + local  # at most
     of_group = -(-group_sizes // BLOCK)
@@ -202,13 +215,13 @@ def _contract_rows(rows: jax.Array, cotangent: jax.Array, group_sizes: jax.Array
     place = jnp.where(group < local, first[known] * BLOCK + inside, blocks * BLOCK)  # past the last group: nowhere
 
     def by_columns(array: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Values `[blocks, N, 128]` and scales `[blocks, N]` of an array `[C, N]`."""
+        """Returns values `[blocks, N, 128]` and scales `[blocks, N]` of an array `[C, N]`."""
         spread = jnp.zeros((blocks * BLOCK, array.shape[1]), jnp.float32)
         spread = vary(spread, varying_axes(array)).at[place].set(array, mode="drop")
         values, scales = quantize_arrays(spread.reshape(blocks, BLOCK, -1).swapaxes(1, 2), _FORMAT)
         return values, scales[..., 0]
 
-    owner = jnp.minimum(experts_of_rows(of_group, blocks), local - 1)  # blocks past the last have zeros
+    owner = jnp.minimum(experts_of_rows(of_group, blocks), local - 1)  # blocks behind the last one hold zeros
 
     def add(total: jax.Array, block: Any) -> tuple[jax.Array, None]:
         (left, left_scales), (right, right_scales), expert = block
@@ -223,7 +236,8 @@ def _contract_rows(rows: jax.Array, cotangent: jax.Array, group_sizes: jax.Array
 
 
 def wire_of_rows(function: ExpertFunction, wire: Any) -> Wire | None:
-    """Returns the parsed wire if experts in fp8 multiply its rows as they arrived; None if they quantize them again."""
+    """Returns the parsed `wire` if the experts of `function` are in fp8 and multiply its rows as they arrive; None if
+    they quantize the rows again, or are not in fp8."""
     if function.grouped_matmul not in MATMULS or function.apply_weights_to == "input" or wire is None:
         return None
     parsed = parse_wire(wire)
@@ -231,8 +245,14 @@ def wire_of_rows(function: ExpertFunction, wire: Any) -> Wire | None:
 
 
 def choose(dtype: Any, grouped: Any, experts: Any, layout: str, caller: str) -> Any:
-    """Returns the grouped matmul of experts in `dtype`: by kernels where there are any ("auto"), in plain JAX
-    ("ragged_dot"), or by the kernels for Hopper GPUs ("hopper"). With `dtype=None` that is `grouped`.
+    """Returns the grouped matmul of experts in `dtype`; with `dtype=None` that is `grouped`.
+
+    Args:
+      dtype: None, or "float8_e4m3fn".
+      grouped: "auto", kernels where there are any; "ragged_dot", plain JAX; or "hopper", the kernels for Hopper GPUs.
+      experts: None; another value of `MoEConfig.experts` is refused.
+      layout: "grouped"; the other one is refused.
+      caller: the name of the argument `dtype`, for messages.
 
     Raises:
       ValueError: `dtype` is another one, or `grouped`, `experts` or `layout` asks for another computation as well.

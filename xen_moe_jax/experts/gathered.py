@@ -2,13 +2,13 @@
 
 Where an axis has one rank, no row crosses a link, and the rows `[C, H]` that a dispatch would write are those of `x` in
 another order. A dispatch of the tokens' numbers alone gives this order, with the groups, the router weights and the
-handle of any dispatch. The first matmul gathers its rows from `x`. The backward pass gathers those of the cotangent,
-and both for the gradients of weights. So the rows of `x` and of the cotangent of the result are never copied into the
-order of the groups.
+handle of any dispatch. The first matmul gathers its rows from `x`. In the backward pass, the matmul by `down` gathers
+rows of the result's cotangent, and the gradients of weights gather rows of `x` or of the cotangent. So neither is ever
+copied into the order of the groups.
 
 The value has the bits of `dispatch -> experts -> combine`, since every kernel multiplies the same rows in the same
-order. The gradients have the bits of those of `combined.py`, but for that of the router weights where `down` has a
-bias: another matmul sums the part of the bias.
+order. The gradients have the bits of `combined.py`'s gradients, except for the router weights where `down` has a bias:
+another matmul sums the part of the bias.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ MOST_TOKENS = 2**24 - 1
 def takes(function: ExpertFunction, weights: mlp.Weights, x: jax.Array, topk_idx: Any, capacity: Any) -> bool:
     """Returns True if tokens `x [T, H]` of the only rank of an axis can be multiplied where they lie.
 
-    The experts must then be the library's own on grouped rows, with weights that are arrays and not quantized, with
-    router weights that the combine applies, and with operands that the Hopper kernels take and can gather.
+    For that, the experts must be the library's own on grouped rows, with weights that are arrays and not quantized, and
+    with router weights that the combine applies; and the Hopper kernels must take the operands and be able to gather
+    them.
     """
     if capacity == 0 or np.size(topk_idx) == 0:
         return False
@@ -58,13 +59,14 @@ def takes(function: ExpertFunction, weights: mlp.Weights, x: jax.Array, topk_idx
 
 
 def alone(config: KernelConfig | None) -> KernelConfig:
-    """The configuration of an operation that waits for no other rank, and may therefore take every multiprocessor."""
+    """Returns the configuration of an operation that waits for no other rank, and may therefore take every
+    multiprocessor, unless `config` says how many."""
     config = config or KernelConfig()
     return config if config.num_sms else dataclasses.replace(config, num_sms=EVERY_SM)
 
 
 def numbers(x: jax.Array) -> jax.Array:
-    """Float32 `[..., 4]` for tokens `x [..., H]`: each token's number, counted from 1."""
+    """Returns float32 `[..., 4]` for tokens `x [..., H]`: four copies of each token's number, counted from 1."""
     tokens = x.shape[:-1]
     count = jnp.arange(1, 1 + x.size // x.shape[-1], dtype=jnp.float32).reshape(*tokens, 1)
     return jnp.broadcast_to(count, (*tokens, NUMBERS))
@@ -80,8 +82,8 @@ def experts_and_combine(
       x: `[..., H]`, bfloat16 or float16, for which `takes` holds.
       routed: the dispatch of `numbers(x)`.
     """
-    # Rows of alignment padding are zeros there, hence no token. Rows past the last group may be anything, and the
-    # kernels take numbers of tokens that do not exist for rows of zeros.
+    # Rows of alignment padding hold the number zero, which no token has. Rows past the last group may hold any number.
+    # For the number of a token that does not exist, the kernels multiply a row of zeros.
     index = _whole(routed.x[:, 0].astype(jnp.int32)) - 1
     leaves, tree = jax.tree.flatten((x, index, routed, weights))
     x, index, routed, weights = jax.tree.unflatten(tree, vary_alike(*leaves))
@@ -103,13 +105,13 @@ class _Step:
         return mlp.in_kernels(self.function)
 
     def plans(self, x: Any, up: Any, index: Any) -> tuple[hopper.Plan, hopper.Plan]:
-        """Tiles for the matmuls in front of the activation, and behind it."""
+        """Returns tiles for the matmuls in front of the activation, and for the one behind it."""
         groups, width = up.shape[0], up.shape[2]
         hidden, rows = x.shape[1], index.shape[0]
         return hopper.plan(hidden, width, rows, groups), hopper.plan(width, hidden, rows, groups)
 
     def inner(self, x: Any, first: Any, index: Any, sizes: Any, *, projections: bool) -> tuple[Any, list[Any]]:
-        """The activation `[C, F]`, and with `projections` these."""
+        """Returns the activation `[C, F]`, and with `projections` these, `[C, F]` each, else none."""
         both, biases = mlp.weights_and_biases(self.function, first)
         plan, _ = self.plans(x, both[0], index)
         tiles = plan.gated if self.activation.gated else plan.forward
@@ -125,7 +127,7 @@ class _Step:
 
 
 def _whole(rows: jax.Array) -> jax.Array:
-    """Appends zeros up to a number of rows that the kernels take."""
+    """Appends zeros up to a number of rows that the kernels take, a multiple of 8."""
     extra = -rows.shape[0] % hopper.ROW_ALIGNMENT
     return jnp.pad(rows, [(0, extra)] + [(0, 0)] * (rows.ndim - 1)) if extra else rows
 
@@ -141,14 +143,17 @@ def _vary(array: Any, like: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(step: _Step, x: Any, row_weights: Any, first: Any, last: Any, index: Any, sizes: Any, handle: Any) -> Any:
-    """Returns `[..., H]`.
+    """Returns `[..., H]` in the dtype of `x`: the experts' outputs, weighted and added up for each token.
 
     Args:
-      x: `[..., H]`. row_weights: float32 `[C]`, router weights of the rows.
-      first: weights and biases of the projections by name. last: weight and bias of `down` by name.
-      index: int32 `[C]`, rounded up to a multiple of 8: the token of each row; a number that no token has is a row of
-        zeros.
-      sizes: int32 `[L]`. handle: of the dispatch.
+      x: `[..., H]`, bfloat16 or float16.
+      row_weights: float32 `[C]`, router weights of the rows.
+      first: weights and biases of the projections by name.
+      last: weight and bias of `down` by name.
+      index: int32 `[C']`, `C` rounded up to a multiple of 8: the number of each row's token, counted from 0. Any other
+        number stands for a row of zeros.
+      sizes: int32 `[L]`, rows of each group.
+      handle: of the dispatch.
     """
     inner, _ = step.inner(_rows(x), first, index, sizes, projections=False)
     return step.value(inner, last, sizes, handle, row_weights)
@@ -194,7 +199,8 @@ def _backward(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
 
 
 def _by_bias(bias: jax.Array, sizes: jax.Array, index: jax.Array, cotangent: jax.Array) -> jax.Array:
-    """The gradient of the rows' router weights by a bias `[L, H]` that they multiply: float32 `[C]`.
+    """Returns the part of the gradient of the rows' router weights that comes from the `bias [L, H]`, of which they are
+    factors: float32 `[C]`.
 
     A matmul multiplies every token of `cotangent [T, H]` by every group's bias. Each row takes the product of its token
     and its group; a row without a token, or past the last group, gets zero.

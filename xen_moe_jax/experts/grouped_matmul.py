@@ -40,8 +40,8 @@ _mapped_in_front = batching.fancy_primitive_batchers[RAGGED_DOT]
 
 
 def _vmap_of_ragged_dot(axis_data: Any, operands: Any, dims: Any, **params: Any) -> tuple[Any, Any]:
-    """JAX has `vmap` of a ragged dot only where every operand is mapped, along its first axis: a layer's tokens alone,
-    or the cotangents of one call, are not. The other cases, which JAX refuses, are a loop."""
+    """Batching rule of a ragged dot. JAX has one only where every operand is mapped along its first axis, and refuses
+    the other cases, such as tokens mapped alone, or the cotangents of one call. In these the calls run in turn."""
     if all(dim == 0 for dim in dims):
         return _mapped_in_front(axis_data, operands, dims, **params)
     if all(dim is None for dim in dims):
@@ -54,11 +54,11 @@ batching.fancy_primitive_batchers[RAGGED_DOT] = _vmap_of_ragged_dot
 
 
 def tokamax(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """`tokamax.ragged_dot`: its best implementation for the device, an autotuned one where tokamax has it cached.
+    """Calls `tokamax.ragged_dot`: its best implementation for the device, an autotuned one where tokamax has it cached.
 
-    Its gradient of the weights multiplies rows past the last group by zero, and a NaN there would stay a NaN: rows and,
-    by the transpose of the second mask, cotangents are zero there. On a Hopper GPU that gradient is
-    `jax.lax.ragged_dot`'s: tokamax's was off by 3 % of its norm there (docs/lab/layers.md).
+    Its gradient of the weights multiplies rows past the last group by zero, and a NaN there would stay a NaN. So rows
+    are set to zero there and, by the transpose of the second mask, cotangents as well. On a Hopper GPU this gradient is
+    that of `jax.lax.ragged_dot`, since tokamax's is off by 3 % of its norm there (docs/lab/layers.md).
     """
     used = (jnp.arange(rows.shape[0], dtype=jnp.int32) < jnp.sum(group_sizes))[:, None]
     rows = jnp.where(used, rows, jnp.zeros((), rows.dtype))
@@ -98,14 +98,15 @@ BY_NAME: dict[str, GroupedMatmul] = {"ragged_dot": ragged_dot, "tokamax": tokama
 
 
 def installed() -> bool:
-    """True if tokamax can be imported."""
+    """Returns True if tokamax can be imported."""
     return importlib.util.find_spec("tokamax") is not None
 
 
 def choose(grouped_matmul: str | GroupedMatmul) -> GroupedMatmul:
-    """The function behind `MoEConfig.grouped_matmul`.
+    """Returns the function that a value of `MoEConfig.grouped_matmul` stands for.
 
-    Raises ModuleNotFoundError for "tokamax" where it is not installed.
+    Raises:
+      ModuleNotFoundError: "tokamax", where it is not installed.
     """
     if not isinstance(grouped_matmul, str):
         return functools.partial(_of_the_caller, grouped_matmul)
@@ -153,7 +154,7 @@ def auto(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Arr
 
 
 def by_hopper(grouped_matmul: str | GroupedMatmul, rows: jax.Array, weights: jax.Array) -> bool:
-    """True if this library's kernels multiply such operands for `grouped_matmul`, with activation and biases.
+    """Returns True if this library's kernels multiply such operands for `grouped_matmul`, with activation and biases.
 
     With "auto" on a Hopper GPU it warns, once for each shape, where the kernels do not take the operands, or where they
     pad the weights by a copy.
@@ -167,8 +168,8 @@ def by_hopper(grouped_matmul: str | GroupedMatmul, rows: jax.Array, weights: jax
 
 
 def by_pallas(grouped_matmul: str | GroupedMatmul, rows: Any, weights: Any) -> bool:
-    """True if the gradient of such rows on a TPU is this library's kernel: with "auto" where tokamax is not
-    installed."""
+    """Returns True if this library's kernel computes the gradient of such rows on a TPU: with "auto", where tokamax is
+    not installed."""
     return grouped_matmul == "auto" and not installed() and on_tpu.supports(rows, weights)
 
 

@@ -3,9 +3,10 @@
 Both gradients are kernels too: that of the rows reads the weights transposed as they lie, that of the weights
 contracts the rows of each group. Sums are in float32, results in the dtype of the operands.
 
-The two projections of gated experts are multiplied side by side, and the activation is stored with or without them.
-They have one gradient of the rows: both products are added up in one accumulator, and neither is stored. Biases are
-added where the sums are stored. A bias' gradient, the sum over a group's rows, is a contraction with ones.
+The two projections of gated experts are computed side by side by one kernel, which stores the activation, with or
+without the projections. They have one gradient of the rows: both products are added up in one accumulator, and neither
+is stored. Biases are added where the sums are stored. A bias' gradient, the sum over a group's rows, is a contraction
+with ones.
 
 Hidden sizes and widths may be any multiples of 32 from 128 on. Others are padded up to a multiple of 64, and to 128 at
 least, by a copy of the weights in every call.
@@ -50,12 +51,13 @@ SWIGLU = Activation()
 SUMS = Tiles(m=64, split="n")
 """Tiles of the contraction with ones: as low as tiles can be, since all rows but one or two are zeros."""
 TALL = Tiles(m=256, n=128)
-"""Tiles of weights' gradients in bands where the rows on the side of the columns are gathered: half as many elements of
-a row are copied by threads, and twice as many by TMA. 1,526 us instead of 1,717 at DeepSeek-V3's size (H100)."""
+"""Tiles of weights' gradients in bands where the operand on the side of the columns is gathered. Threads copy half as
+many elements of a row as with `PREFERRED`, and TMA twice as many. At DeepSeek-V3's size the kernel takes 1,526 us
+instead of 1,717 (H100)."""
 BAND_FROM, BAND = 16, 8
-"""Tiles of rows are computed in bands of `BAND` rows of tiles, and so are those of weights' gradients with more columns
+"""Matmuls of rows compute their tiles in bands of `BAND` rows of tiles, and so do weights' gradients with more columns
 of tiles than `BAND_FROM`. All thread blocks together compute 132 tiles at a time. Row by row, blocks side by side
-would share the rows of a tile; in a band they share its weights, which are twice as wide, and no row of tiles reads all
+would share the rows of a tile. In a band they share its weights, which are twice as wide, and no row of tiles reads all
 weights from memory again. docs/lab/layers.md has the gains; bands of 4 and 16 rows are no better."""
 PADDED = 64
 """Sizes that are no multiples of `COLUMN_ALIGNMENT` are padded up to a multiple of this."""
@@ -66,8 +68,17 @@ swizzle, store zeros; with 128 and 192 columns every element is right (tests/gpu
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Tiles of the kernels: forward, gradient of the rows, gradient of the weights, two projections side by side,
-    gradient of the biases, and gradient of the weights from gathered rows on the side of the columns."""
+    """Tiles of the kernels for one matmul and its gradients.
+
+    Attributes:
+      forward: of the product.
+      rows: of the gradient of the rows.
+      weights: of the gradient of the weights.
+      gated: of two projections side by side.
+      sums: of the gradient of a bias.
+      gathered: of the gradient of the weights where the operand on the side of the columns is gathered; None if these
+        are `weights`.
+    """
 
     forward: Tiles
     rows: Tiles
@@ -89,9 +100,10 @@ def on_hopper() -> bool:
 
 
 def plan(depth: int, columns: int, rows: int | None = None, groups: int = 1) -> Plan:
-    """Tiles for `[rows, depth]` times weights `[groups, depth, columns]`.
+    """Returns tiles for `[rows, depth]` times weights `[groups, depth, columns]`; `rows` None means many rows.
 
-    Beside pending operations (`xm.overlap`) thread blocks claim their tiles one by one, in the backward pass too.
+    While the work of an `xm.overlap` is traced, the tiles are `claimed`: thread blocks take them one by one, in the
+    backward pass, too.
     """
     few = rows is not None and rows <= FEW_ROWS * groups
     of_rows = FEW if few else PREFERRED
@@ -132,7 +144,8 @@ def why_not(rows: jax.ShapeDtypeStruct | jax.Array, weights: jax.ShapeDtypeStruc
 
 
 def copied_bytes(depth: int, columns: int, groups: int, dtype: Any) -> int:
-    """Bytes of the padded copy of weights `[groups, depth, columns]` that every call makes; 0 if it makes none."""
+    """Returns the bytes of the padded copy of weights `[groups, depth, columns]` that every call makes; 0 if it makes
+    none."""
     if (_padded(depth), _padded(columns)) == (depth, columns):
         return 0
     return groups * _padded(depth) * _padded(columns) * jnp.dtype(dtype).itemsize
@@ -158,11 +171,18 @@ def grouped_matmul(
     bias: jax.Array | None = None,
     row_weights: jax.Array | None = None,
 ) -> jax.Array:
-    """Rows `[C, A]` times the weights `[L, A, B]` of their groups -> `[C, B]`; bfloat16 or float16.
+    """Multiplies rows by the weights of their groups: `[C, B]` in their dtype, from float32 sums that are rounded once.
 
-    Adds the `bias [L, B]` of the group if given, times float32 `row_weights [C]` if given, before it rounds.
+    Args:
+      rows: `[C, A]`, bfloat16 or float16, sorted by group.
+      weights: `[L, A, B]` in the dtype of the rows.
+      group_sizes: int32 `[L]`; rows past the last group come out unspecified.
+      plan_of: tiles, if not those of `plan`.
+      bias: `[L, B]`, of which each row gets that of its group before the sum is rounded, or None.
+      row_weights: float32 `[C]`, factors of the bias, or None.
 
-    Raises ValueError where the kernels do not support the operands: `supports`.
+    Raises:
+      ValueError: the kernels do not support the operands, as `supports` says.
     """
     if not supports(rows, weights):
         reason = why_not(rows, weights) or f"{jax.devices()[0].device_kind} is no Hopper GPU"
@@ -185,7 +205,7 @@ def activated(
     *,
     activation: Activation = SWIGLU,
 ) -> jax.Array:
-    """The activation of the rows' projections, times `row_weights` if given, in float32 and rounded once.
+    """Returns the activation of the rows' projections, times `row_weights` if given, in float32 and rounded once.
 
     `supports` must hold for the rows and each of the weights.
 
@@ -234,8 +254,14 @@ def activated_again(
 def _with_projections(
     run: Any, rows: Any, weights: Any, group_sizes: Any, biases: Any, more: Any, activation: Activation
 ) -> list[Any]:
-    """Calls `run`, one of the functions below, on operands of sizes that the kernels take. `more`: factors of the rows,
-    or projections of such sizes."""
+    """Calls `run`, one of the functions below, on operands padded to sizes that the kernels take, and cuts its results.
+
+    Args:
+      more: factors of the rows, float32 `[C]`, or None, or a tuple of projections that are padded already.
+
+    Raises:
+      ValueError: the activation takes another number of weights.
+    """
     chosen, count = _plan_for(rows, weights[0]), len(weights)
     if count != 1 + activation.gated:
         raise ValueError(f"activated: {count} weights: {activation.name!r} has {1 + activation.gated}")
@@ -272,14 +298,15 @@ def _vary_alike(*operands: Any) -> Any:
 
 
 def sum_of_groups(chosen: Plan, rows: Any, group_sizes: Any, row_weights: Any = None, index: Any = None) -> Any:
-    """The sum over each group's `rows [C, B]`, times `row_weights [C]` if given -> `[L, B]` in their dtype.
+    """Returns the sum over each group's `rows [C, B]`, times float32 `row_weights [C]` if given: `[L, B]` in the dtype
+    of the rows.
 
-    With `index`, int32 `[C]`, the rows are `rows[index]`.
+    With `index`, int32 `[C]`, row `c` is `rows[index[c]]`, and zeros where `rows` has no such row.
     """
     count = rows.shape[:1] if index is None else index.shape
     ones = jnp.ones(count, jnp.float32) if row_weights is None else row_weights
     high = ones.astype(rows.dtype)
-    low = (ones - high.astype(jnp.float32)).astype(rows.dtype)  # the remainder of the rounding is a factor, too
+    low = (ones - high.astype(jnp.float32)).astype(rows.dtype)  # what rounding takes from a factor is a factor, too
     factors = jnp.where(jnp.arange(PADDED) == 0, high[:, None], jnp.where(jnp.arange(PADDED) == 1, low[:, None], 0))
     factors = vary(factors.astype(rows.dtype), varying_axes(rows))
     sums = rows_by_rows(factors, rows, group_sizes, index, gathered="others", tiles=chosen.sums, height=ROW_ALIGNMENT)
@@ -329,7 +356,7 @@ def _backward(chosen: Plan, kept: Any, cotangent: Any) -> tuple[Any, ...]:
 
 
 def _by_rows(chosen: Plan, cotangents: list[Any], weights: Sequence[Any], group_sizes: Any) -> Any:
-    """The gradient of rows, `[C, A]`, by one or two `cotangents [C, B]` of their products by weights."""
+    """Returns the gradient of rows, `[C, A]`, from one or two `cotangents [C, B]` of their products by weights."""
 
     def kernel(by_row: Any, weights: Any, _: Any, sizes: Any) -> list[Any]:
         first, *more = zip(by_row, weights, strict=True)
@@ -340,7 +367,7 @@ def _by_rows(chosen: Plan, cotangents: list[Any], weights: Sequence[Any], group_
 
 
 def _by_weights(chosen: Plan, rows: Any, cotangent: Any, weights: Any, group_sizes: Any) -> Any:
-    """The gradient of the weights of `rows [C, A]` by the `cotangent [C, B]` of their products."""
+    """Returns the gradient of the weights of `rows [C, A]`, from the `cotangent [C, B]` of their products."""
 
     def kernel(by_row: Any, sizes: Any) -> Any:
         return vary(rows_by_rows(*by_row, sizes, tiles=chosen.weights), varying_axes(by_row[0]))
@@ -349,11 +376,12 @@ def _by_weights(chosen: Plan, rows: Any, cotangent: Any, weights: Any, group_siz
 
 
 def _by_rows_of(bias: Any, group_sizes: Any, cotangent: Any) -> Any:
-    """Each row of `cotangent [C, B]` times its group's `bias [L, B]`, the sum -> float32 `[C]`; zero past the last."""
+    """Returns float32 `[C]`: each row of `cotangent [C, B]` times its group's `bias [L, B]`, summed up; zero past the
+    last group."""
     ends = jnp.cumsum(group_sizes)
     row = jnp.arange(cotangent.shape[0], dtype=jnp.int32)[:, None]
     mine = (row < ends[None, :]) & (row >= (ends - group_sizes)[None, :])
-    # A row past the last group, which may be NaN, reaches no other row: no pass over the cotangent clears it.
+    # A row past the last group may be NaN, but reaches no other row: the cotangent need not be cleared first.
     products = jnp.dot(cotangent, bias.T, preferred_element_type=jnp.float32)
     return jnp.sum(jnp.where(mine, products, 0), axis=1)
 
@@ -378,7 +406,8 @@ def _activated_and(
     factors: Any,
     sizes: Any,
 ) -> list[Any]:
-    """The activation, and the projections if asked for."""
+    """Returns the activation `[C, F]`, and with `projections` these, `[C, F]` each. `factors` are float32 `[C]` or
+    None."""
     tiles = chosen.gated if activation.gated else chosen.forward
 
     def kernel(by_row: Any, weights: Any, biases: Any, sizes: Any) -> Any:

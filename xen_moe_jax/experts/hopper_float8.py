@@ -1,11 +1,11 @@
 """Experts in fp8 on Hopper GPUs: the rule of `float8` by kernels, for single matmuls and for a whole expert.
 
-Of a whole expert, the activation is quantized where it is made, from float32 projections, and goes into the second
-matmul as it is. The backward pass makes it again from projections in the dtype of the rows. Quantized weights are kept
-for it as they lie: half a byte of memory for each byte of the weights in bfloat16.
+In a whole expert, the activation is quantized where it is computed, from float32 projections, and the second matmul
+reads its codes. The backward pass computes it again from projections in the dtype of the rows. For the backward pass
+the quantized weights are kept as they lie, in half of the memory of the weights in bfloat16.
 
-Where a combine weights the rows, their weights go into the backward pass in front of the last matmul, as `combined`
-explains.
+Where a combine weights the rows, the backward pass multiplies by these weights in front of the last matmul, as
+`combined` explains.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from xen_moe_jax.pallas_kernels.hopper.float8_rows import BLOCK, Quantized, acti
 from xen_moe_jax.pallas_kernels.hopper.tiles import ROW_ALIGNMENT, Tiles
 
 TILES = Tiles(k=BLOCK)
-"""Tiles of all kernels: of the two halves of its columns, the kernel of an activation gives one to each projection."""
+"""Tiles of all kernels. The kernel of a gated activation gives half of a tile's columns to each projection."""
 UNIT, LEAST = 64, 128
 """Hidden sizes and widths are padded to multiples of UNIT, and to LEAST, by a copy of rows and weights."""
 
 
 def why_not(rows: Any, weights: Any) -> str | None:
-    """Returns why the kernels cannot multiply `rows [C, A]` by `weights [L, A, B]`, or None. It needs no device."""
+    """Returns why the kernels cannot multiply `rows [C, A]` by `weights [L, A, B]`, or None. It needs no device, and
+    leaves the format of a `QuantizedWeight` to `float8.check_weights`."""
     if rows.dtype.name not in hopper.DTYPES:
         return f"the rows are {rows.dtype.name}: none of {' and '.join(hopper.DTYPES)}"
     if not isinstance(weights, QuantizedWeight) and weights.dtype.name not in hopper.DTYPES:
@@ -53,7 +54,7 @@ def supports(rows: Any, weights: Any) -> bool:
 
 
 def _tiles() -> Tiles:
-    """Returns the tiles of a kernel; beside pending operations (`xm.overlap`) thread blocks claim them one by one."""
+    """Returns the tiles of a kernel. In the work of an `xm.overlap`, thread blocks claim them one by one."""
     return dataclasses.replace(TILES, claimed=in_overlap())
 
 
@@ -81,7 +82,8 @@ def _varying(tree: Any, like: Any) -> Any:
 
 
 def _rows(x: jax.Array, arrived: BlockScaled | None) -> Quantized:
-    """`x [C, A]` for a product: quantized, or as it arrived, padded to the same sizes."""
+    """Returns rows `x [C, A]` quantized for a product, or the rows that `arrived` in their place, padded to the same
+    sizes."""
     if arrived is None:
         return _varying(float8_quantize.rows(x), x)
     below = x.shape[0] - arrived.values.shape[0]
@@ -92,7 +94,8 @@ def _rows(x: jax.Array, arrived: BlockScaled | None) -> Quantized:
 
 
 def _layouts(weight: Any, *, product: bool, gradient: bool) -> tuple[Quantized | None, Quantized | None]:
-    """Returns a weight `[L, A, B]` quantized for a product and for the gradient of rows, each None if not asked for."""
+    """Returns a weight `[L, A, B]` quantized for a product, and for the gradient of rows; None for one that the caller
+    does not ask for. A `QuantizedWeight` keeps its codes."""
     if not isinstance(weight, QuantizedWeight):
         return _varying(float8_quantize.weights(weight, product=product, gradient=gradient), weight)
     _, a, b = weight.values.shape
@@ -109,7 +112,8 @@ def _columns(array: Any, blocks: jax.Array, like: Any) -> Quantized:
 
 
 def _both(array: Any, blocks: jax.Array | None, like: Any) -> tuple[Quantized, Quantized | None]:
-    """Returns a cotangent's rows quantized for a product and, with `blocks`, for the gradient of a weight."""
+    """Returns a cotangent's rows quantized for a product and, with `blocks` from `blocks_of_groups`, for the gradient
+    of a weight, else None."""
     if blocks is None:
         return _rows(array, None), None
     return _varying(float8_quantize.both(array, blocks), like)
@@ -122,7 +126,7 @@ def _times(pairs: Sequence[Any], group_sizes: Any, columns: int, like: Any) -> A
 
 
 def _by_weight(rows: Quantized | None, others: Quantized | None, blocks: Any, of: Any) -> Any:
-    """Returns the gradient of a weight, of which `of` has shape and dtype; None if that is None."""
+    """Returns the gradient of the weight that `of`, from `_shape_of`, describes; None if `of` is None."""
     if of is None:
         return None
     height, width = of.shape[2:]
@@ -131,7 +135,8 @@ def _by_weight(rows: Quantized | None, others: Quantized | None, blocks: Any, of
 
 
 def grouped_matmul(x: Any, arrived: BlockScaled | None, weights: Any, group_sizes: Any) -> Any:
-    """Rows `x [C, A]`, or what arrived in their place, times `weights [L, A, B]` -> `[C, B]`."""
+    """Returns rows `x [C, A]`, or the rows that `arrived` in their place, times `weights [L, A, B]` of their groups:
+    `[C, B]` in the dtype of `x`, bfloat16 or float16. `supports` must hold."""
     padded = whole(x, 0, 1), whole(weights, 1, 2)
     return _multiply(padded[0], arrived, padded[1], group_sizes)[: x.shape[0], : weights.shape[2]]
 
@@ -150,7 +155,8 @@ def _forward(x: Any, arrived: Any, weights: Any, group_sizes: Any) -> tuple[Any,
 
 
 def _shape_of(array: Any) -> Any:
-    """An array without elements that has dtype and shape of `array`, or None of a QuantizedWeight."""
+    """Returns an array `[0, ...]` without elements, a residual that has the dtype of `array`, and its shape behind the
+    first dimension; None for a `QuantizedWeight`, which gets no gradient."""
     if isinstance(array, QuantizedWeight):
         return None
     return vary(jnp.zeros((0, *array.shape), array.dtype), varying_axes(array))
@@ -174,7 +180,7 @@ def run(
     """Returns the experts' rows `[C, H]`, and with `keep` the residuals that `back` needs, else None.
 
     Args:
-      x: `[C, H]`; only its shape and dtype count where rows have `arrived`.
+      x: `[C, H]`, bfloat16 or float16; only its shape and dtype count where rows have `arrived`.
       arrived: values and scales of the rows from a wire, or None.
       first: weights of the projections, `[L, H, F]` each.
       last: `[L, F, H]`.
@@ -203,8 +209,8 @@ def run(
 
 
 def back(activation: Activation, kept: Any, cotangent: Any, row_weights: Any = None) -> tuple[Any, ...]:
-    """Returns the cotangents of `x`, `first`, `last` and `row_weights`; None for a weight that is given quantized, and
-    for `row_weights` that are None.
+    """Returns the cotangents of `x`, `first`, `last` and `row_weights`; None for a weight that is a `QuantizedWeight`,
+    and for `row_weights` that are None.
 
     Args:
       kept: from `run`.
@@ -238,7 +244,7 @@ def back(activation: Activation, kept: Any, cotangent: Any, row_weights: Any = N
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def experts(activation: Activation, x: Any, arrived: Any, first: Any, last: Any, group_sizes: Any) -> Any:
-    """`run` with its derivatives; `whole` sizes are the caller's part."""
+    """Returns the experts' rows of `run`, with derivatives. The caller pads the operands by `whole`."""
     return run(activation, x, arrived, first, last, group_sizes, keep=False)[0]
 
 

@@ -67,8 +67,8 @@ def _gelu(x: jax.Array) -> jax.Array:
 
 
 def activate(config: ExpertFunction, gate: jax.Array | None, up: jax.Array) -> jax.Array:
-    """Computes an expert's activation between its matmuls, element by element; `gate` is None for experts without
-    one."""
+    """Returns an expert's activation between its matmuls, element by element, in the shape and dtype of `up`; `gate` is
+    None for experts without one."""
     if gate is None:
         return _gelu(up) if config.activation == "gelu" else jnp.square(jax.nn.relu(up))
     if config.activation == "swiglu":
@@ -83,8 +83,8 @@ def activate(config: ExpertFunction, gate: jax.Array | None, up: jax.Array) -> j
 def activated(
     config: ExpertFunction, projections: Sequence[jax.Array], row_weights: jax.Array | None = None
 ) -> jax.Array:
-    """Returns the activation of the projections, `gate` and `up` or `up` alone, times `row_weights`. The backward pass
-    keeps no other array of their size."""
+    """Returns the activation of the projections, `gate` and `up` or `up` alone, times `row_weights` if given. For the
+    backward pass no array of their size is kept besides the projections."""
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def product(*projections: jax.Array) -> jax.Array:
@@ -100,7 +100,8 @@ def projection_names(config: ExpertFunction) -> tuple[str, ...]:
 
 
 def weighted(rows: jax.Array, row_weights: jax.Array | None) -> jax.Array:
-    """Multiplies each row by its factor, in float32, rounded once."""
+    """Returns each of `rows [..., H]` times its factor of float32 `row_weights [...]`, computed in float32 and rounded
+    once to the rows' dtype; the rows themselves if there are no factors."""
     if row_weights is None:
         return rows
 
@@ -114,10 +115,18 @@ def weighted(rows: jax.Array, row_weights: jax.Array | None) -> jax.Array:
 def grouped_experts(
     config: ExpertFunction, x: jax.Array, group_sizes: jax.Array, weights: Weights, row_weights: jax.Array | None = None
 ) -> jax.Array:
-    """Rows `[C, H]` sorted by expert -> `[C, H]`; `group_sizes` int32 `[L]`, `gate`, `up [L, H, F]`, `down [L, F, H]`,
-    float32 `row_weights [C]`.
+    """Returns the experts' outputs `[C, H]` for rows `x [C, H]` sorted by expert, in their dtype.
 
     Rows past the last group come out unspecified; `combine` does not read them, and no gradient here does.
+
+    Args:
+      x: floating point, or `ArrivedRows` for experts in fp8.
+      group_sizes: int32 `[L]`.
+      weights: `gate` and `up [L, H, F]`, `down [L, F, H]` by name, and biases where the function has biases.
+      row_weights: float32 `[C]`, factors in front of the last matmul, or None.
+
+    Raises:
+      ValueError: the experts' grouped matmul does not take such operands.
     """
     if row_weights is None and by_float8_kernels(config, x, weights):
         operands = float8_operands(config, x, group_sizes, weights)
@@ -127,7 +136,11 @@ def grouped_experts(
 
 
 def by_float8_kernels(config: ExpertFunction, x: Any, weights: Weights) -> bool:
-    """True if kernels compute whole experts in fp8: no float array lies between their matmuls."""
+    """Returns True if kernels compute whole experts in fp8, which store no activation in 16 bits between the matmuls.
+
+    Raises:
+      ValueError: `grouped_matmul` asks for the kernels, and they cannot multiply such operands.
+    """
     if config.experts is not None or config.expert_bias:
         return False
     names = (*projection_names(config), "down")
@@ -135,7 +148,7 @@ def by_float8_kernels(config: ExpertFunction, x: Any, weights: Weights) -> bool:
 
 
 def float8_operands(config: ExpertFunction, x: Any, group_sizes: jax.Array, weights: Weights) -> tuple[Any, ...]:
-    """Operands of `hopper_float8.experts` behind the activation, in sizes that the kernels take."""
+    """Returns the operands that `hopper_float8.experts` takes after the activation, in sizes that the kernels take."""
     rows, arrived, first, last, sizes = float8.vary_all(
         (*float8.parts_of(x), [weights[name] for name in projection_names(config)], weights["down"], group_sizes)
     )
@@ -146,7 +159,8 @@ def float8_operands(config: ExpertFunction, x: Any, group_sizes: jax.Array, weig
 def inner_rows(
     config: ExpertFunction, x: jax.Array, group_sizes: jax.Array, weights: Weights, row_weights: jax.Array | None = None
 ) -> jax.Array:
-    """First half of `grouped_experts`: the activation of the rows' projections, times `row_weights`, `[C, F]`."""
+    """Returns the first half of `grouped_experts`, `[C, F]`: the activation of the rows' projections, times
+    `row_weights` if given."""
     names = projection_names(config)
     biases = _Biases(config, x, group_sizes, weights)
     given = [weights[name] for name in names]
@@ -186,7 +200,7 @@ def in_kernels(config: ExpertFunction) -> hopper.Activation:
 def inner_rows_and_projections(
     config: ExpertFunction, x: jax.Array, group_sizes: jax.Array, weights: Weights
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Returns `inner_rows` by the Hopper kernels, and the projections `[C, F]`, from which `inner_again` makes them."""
+    """Returns `inner_rows` by the Hopper kernels, and the projections `[C, F]`, which `inner_again` takes."""
     both, biases = weights_and_biases(config, weights)
     return hopper.activated_and_projections(x, both, group_sizes, biases, activation=in_kernels(config))
 
@@ -206,7 +220,8 @@ def outer_rows(
     weights: Weights,
     row_weights: jax.Array | None = None,
 ) -> jax.Array:
-    """Second half of `grouped_experts`: `inner_rows [C, F]` times `down`, plus its bias times `row_weights`."""
+    """Returns the second half of `grouped_experts`, `[C, H]`: `inner [C, F]` times `down`, plus its bias times
+    `row_weights` if given."""
     biases = _Biases(config, inner, group_sizes, weights)
     if quantized.by_kernel(config.grouped_matmul, inner, [weights["down"]]):
         (out,) = quantized.grouped_matmuls(inner, [weights["down"]], group_sizes)
@@ -220,8 +235,8 @@ def outer_rows(
 
 
 def _wide(config: ExpertFunction, weights: Weights, names: tuple[str, ...], dtype: Any) -> Weights:
-    """Returns the weights, with those of `names` widened to `dtype`. A function of the caller's gets a QuantizedWeight
-    as it is."""
+    """Returns all weights; each `QuantizedWeight` that has one of `names` is widened to `dtype`, unless the grouped
+    matmul is a function of the caller's, which gets it as it is."""
     if callable(config.grouped_matmul):
         return weights
     return weights | {name: widened(weights[name], dtype) for name in names if name in weights}
@@ -236,17 +251,20 @@ class _Biases:
             ids = experts_of_rows(group_sizes, rows.shape[0])[:, None]
             experts = jnp.arange(group_sizes.shape[0], dtype=jnp.int32)[None, :]
             self.weights = weights
-            # A matmul, not a gather: its transpose adds up in float32 instead of by scattered additions.
-            given = next(bias for name, bias in weights.items() if name.endswith("_bias"))  # one half has its own only
-            dtype = given.dtype  # that of the rows, but for rows that arrive quantized
+            # A matmul selects the biases, not a gather: its transpose adds up in float32, without scattered additions.
+            # The weights may be those of one half of the experts, with its biases alone.
+            given = next(bias for name, bias in weights.items() if name.endswith("_bias"))
+            dtype = given.dtype  # the dtype of the rows, but for rows that arrive quantized
             self.one_hot, self.used = (ids == experts).astype(dtype), ids < experts.shape[1]
 
     def used_weights(self, row_weights: jax.Array | None) -> jax.Array | None:
-        """Returns zero past the last group: the values there may not meet the bias' gradient of zero."""
+        """Returns `row_weights`; where there are biases, with zeros past the last group. Values there may be NaN, which
+        the bias' gradient of zero would not silence."""
         return row_weights if row_weights is None or not self.given else jnp.where(self.used[:, 0], row_weights, 0)
 
     def add(self, out: jax.Array, name: str, factors: jax.Array | None = None) -> jax.Array:
-        """Returns `out [C, B]` plus the biases of that name, times `factors [C]`. No array `[C, B]` is kept for it."""
+        """Returns `out [C, B]` plus the biases of the weight `name`, times `factors [C]` if given. No array `[C, B]` is
+        kept for the backward pass."""
         if not self.given:
             return out
 
@@ -263,7 +281,13 @@ class _Biases:
 def padded_experts(
     config: ExpertFunction, x: jax.Array, num_rows: jax.Array, weights: Weights, row_weights: jax.Array | None = None
 ) -> jax.Array:
-    """Rows `[L, M, H]`, of which expert `l` uses the first `num_rows[l]` -> `[L, M, H]`; `row_weights [L, M]`."""
+    """Returns the experts' outputs `[L, M, H]` for rows `x [L, M, H]`: expert `l` uses its first `num_rows[l]` rows.
+
+    Args:
+      num_rows: int32 `[L]`.
+      weights: as in `grouped_experts`.
+      row_weights: float32 `[L, M]`, factors in front of the last matmul, or None.
+    """
     used = jnp.arange(x.shape[1])[None, :] < num_rows[:, None]
     # Unused rows are unspecified and may be NaN, which a zero gradient would not silence in the weights' gradient.
     x = jnp.where(used[..., None], x, 0)
@@ -282,7 +306,7 @@ def padded_experts(
 
 
 def shared_expert(config: ExpertFunction, x: jax.Array, weights: Weights, share: jax.Array | None = None) -> jax.Array:
-    """The expert that every token uses: `[T, H]` -> `[T, H]`. It has no bias.
+    """Returns the output `[T, H]` of the expert that every token of `x [T, H]` uses. It has no bias.
 
     Args:
       share: float32 `[T]`, a factor of each token's output: `shared_share`. None is 1.

@@ -37,9 +37,9 @@ MOST_GROUPS = 512
 
 
 def by_kernel(grouped_matmul: str | Callable[..., Any], rows: jax.Array, weights: Sequence[Any]) -> bool:
-    """Returns True if the kernel multiplies `rows` by these weights for `grouped_matmul` on this machine.
+    """Returns True if the kernel multiplies `rows [C, A]` by these weights for `grouped_matmul` on this machine.
 
-    It warns, once for each reason, where few rows on a Hopper GPU go without the kernel.
+    On a Hopper GPU it warns, once for each reason, where the kernel does not multiply few rows by quantized weights.
     """
     named = grouped_matmul in ("auto", "hopper") and all(isinstance(weight, QuantizedWeight) for weight in weights)
     if not named or not hopper.on_hopper():
@@ -88,9 +88,15 @@ def why_not(rows: jax.Array | jax.ShapeDtypeStruct, weights: Sequence[QuantizedW
 
 
 def grouped_matmuls(rows: jax.Array, weights: Sequence[QuantizedWeight], group_sizes: jax.Array) -> list[jax.Array]:
-    """Returns the rows `[C, A]` times each of the weights `[L, A, B]` of their groups, `[C, B]`: one or two, alike.
+    """Returns the rows times each of the weights of their groups, `[C, B]` each, in bfloat16.
 
-    Rows past the last group come out unspecified. Differentiable by the rows alone. `by_kernel` must hold.
+    Rows past the last group come out unspecified. The products are differentiable by the rows alone. `by_kernel` must
+    hold.
+
+    Args:
+      rows: bfloat16 `[C, A]`, sorted by group.
+      weights: one or two, `[L, A, B]`, in the same format.
+      group_sizes: int32 `[L]`.
     """
     kept = [without_gradient(weight) for weight in weights]
     leaves = [leaf for weight in kept for leaf in (weight.values, weight.scales)]
@@ -128,6 +134,6 @@ _multiply.defvjp(_forward, _backward)
 
 
 def even_elements_first(rows: jax.Array) -> jax.Array:
-    """Returns `[C, A]` in the order of the kernel's MXFP4 fragments: of each 16 elements, the even-numbered ones come
-    in front of the odd-numbered ones."""
+    """Returns rows `[C, A]` in the order in which the kernel unpacks MXFP4: of each 16 elements, the even-numbered ones
+    come in front of the odd-numbered ones."""
     return rows.reshape(rows.shape[0], -1, 8, 2).swapaxes(2, 3).reshape(rows.shape)
