@@ -118,6 +118,10 @@ def test_weights_as_they_are():
         jax.grad(lambda w: grouped_matmul(rows, w, jnp.asarray(SIZES)).sum())(kept)
     with pytest.raises(ValueError, match=r"weights in int8 and blocks of \(128, 128\): must be float8_e4m3fn"):
         grouped_matmul(rows, xm.QuantizedWeight(values.astype(jnp.int8), scales, (128, 128)), jnp.asarray(SIZES))
+    one_scale = xm.QuantizedWeight(values, scales[:, :1, :1], weights.shape[1:])
+    for function in (float8.automatic, float8.by_hopper):  # before the kernels are chosen, which know one format
+        with pytest.raises(ValueError, match="must be float8_e4m3fn in blocks of"):
+            float8.by_kernels(function, rows, one_scale)
 
 
 RANKS, TOKENS, EXPERTS, HIDDEN, WIDTH = 2, 24, 4, 128, 256

@@ -87,13 +87,14 @@ def by_kernels(function: Any, rows: jax.Array | ArrivedRows, weights: jax.Array 
     For `automatic` on a Hopper GPU it warns, once for each reason, where they cannot.
 
     Raises:
-      ValueError: `function` is `by_hopper`, and they cannot.
+      ValueError: `function` is `by_hopper`, and they cannot; or `automatic`, and `check_weights` raises.
     """
     if function is by_hopper:
         check_supported(rows, weights)
         return True
     if function is not automatic:
         return False
+    check_weights(weights)
     supported = hopper_float8.supports(rows, weights)
     if not supported and hopper.on_hopper():
         warn_once(
