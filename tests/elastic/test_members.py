@@ -97,7 +97,7 @@ def test_growing_by_a_rank_that_was_never_there(ranks):
 
 def test_one_that_is_stopped_for_too_long_is_left_out_and_spoils_nothing(ranks, tmp_path):
     start, words = ranks
-    slow = [start(slot, 3, timeout_s=2.0) for slot in range(3)][1]
+    slow = [start(slot, 3, timeout_s=3.0) for slot in range(3)][1]
     until(lambda: min(words[0], words[2], words[4]) > 3)
     os.kill(slow.pid, signal.SIGSTOP)
     before = words[0]
