@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from tests.elastic.test_members import FORK, until
 from tests.elastic.test_members import ranks as ranks  # a fixture
 from xen_moe_jax import balance, elastic
-from xen_moe_jax.backends.cuda import liveness, members
+from xen_moe_jax.backends.cuda import liveness, members, memory
 from xen_moe_jax.elastic import _board, _membership
 
 NAMES = iter(f"findings{i}" for i in range(1000))
@@ -340,3 +341,18 @@ def test_experts_whose_loading_failed_are_named_again(open_group):
     assert change.fetch == ((2, 2), (3, 3))
     assert group.boundary(change.step) is None  # they are loaded
     assert group.recover(change.step).fetch == ()
+
+
+def test_a_member_closes_no_buffer(monkeypatch):
+    """It is refused before the memory has changed, which the other members go on using."""
+    member, released = members.Alone(), []
+    member.member = True
+    monkeypatch.setattr(members.Alone, "here", member)
+    buffer = object.__new__(memory.Memory)
+    buffer._workspace = SimpleNamespace(release=released.append)
+    with pytest.raises(RuntimeError, match="cannot change while this process is a member"):
+        buffer.close()
+    assert not released
+    member.member = False
+    buffer.close()
+    assert released == [memory.CLOSE_S]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -26,8 +26,11 @@ class Alone:
     """The agreement (ffi/agreement.h) of a process that makes memory by itself: it asks no other process.
 
     Attributes:
+      here: that of this process, if it has one.
       member: True once the process is a member of a group, whose memory cannot change.
     """
+
+    here: ClassVar[Alone | None] = None
 
     def __init__(self) -> None:
         self.member = False
@@ -38,15 +41,19 @@ class Alone:
         self, key: str, payload: bytes, seconds: float, without_dead: bool = False
     ) -> tuple[int, list[bytes], list[int]]:
         del key, seconds, without_dead
+        self.check()
+        with self._lock:
+            self._ticket += 1
+            return self._ticket, [payload], []
+
+    def check(self) -> None:
+        """Raises RuntimeError if the process is a member, or was one: members may still have its memory mapped."""
         if self.member:
             raise RuntimeError(
                 "elastic.Group: the memory of the kernels cannot change while this process is a member: compile and "
                 "run every program, of every shape, before join(), open and close xm.Buffer before it, and call "
                 "group.recover(step), not xen_moe_jax.cuda.reset(), after a failure"
             )
-        with self._lock:
-            self._ticket += 1
-            return self._ticket, [payload], []
 
 
 class Members:
@@ -71,6 +78,7 @@ class Members:
         job.describe_as(compiled, rank, num_ranks, self.keys[0].tolist())
         compiled.ipc_start(rank, num_ranks, ordinal)
         self._alone, self._view = Alone(), 1
+        Alone.here = self._alone
         compiled.set_agreement(self._alone)
         processes.started_by_a_group()
 

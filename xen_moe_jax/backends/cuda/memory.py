@@ -19,6 +19,7 @@ from xen_moe_jax._spec import Spec, worst_case_capacity
 from xen_moe_jax.backends.base import BackendUnavailable
 from xen_moe_jax.backends.cuda import call, devices, module, processes
 from xen_moe_jax.backends.cuda import schedule as schedules
+from xen_moe_jax.backends.cuda.members import Alone
 
 SMALL_BATCH = 4096
 CHANGE_S = 600.0
@@ -81,7 +82,13 @@ class Memory:
         self._workspace.reserve(size_bytes, CHANGE_S)
 
     def close(self) -> None:
-        """Returns within `CLOSE_S`; memory that is still in use then is freed after its last use."""
+        """Returns within `CLOSE_S`; memory that is still in use then is freed after its last use.
+
+        Raises:
+          RuntimeError: the process is a member of an `elastic.Group`, whose memory stays as it is.
+        """
+        if Alone.here is not None:
+            Alone.here.check()
         try:
             self._workspace.release(CLOSE_S)
         except RuntimeError as error:  # another process did not close: its share keeps until the next change of memory
