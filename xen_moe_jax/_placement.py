@@ -245,7 +245,7 @@ def _apply(
         old, new = old.without(mask), new.without(mask)
     source = jnp.asarray(sources(old, new))
     names = _axis(axis_name, old.num_ranks, caller)
-    shape = {"old_slots": old.slots_per_rank, "new_slots": new.slots_per_rank}
+    run = functools.partial(between_ranks, primitive, old_slots=old.slots_per_rank, new_slots=new.slots_per_rank)
     rows = slots if names else slots * old.num_ranks
 
     def one(leaf: Any) -> jax.Array:
@@ -258,12 +258,28 @@ def _apply(
         if not names:
             everywhere = _move_everywhere if primitive is move_p else _reduce_everywhere
             return everywhere(leaf, source.reshape(-1), old.slots_per_rank * old.num_ranks)
-        sizes = tuple(_mesh.axis_size(name) for name in names)
-        operands = _mesh.vary_over([leaf, source, mask], names)
-        params = {"axis_name": names, "axis_sizes": sizes, "config": config or DEFAULT_CONFIG, **shape}
-        return primitive.bind(*operands, **params)[0]
+        return run(leaf, source, mask, names, config)
 
     return jax.tree.map(one, tree)
+
+
+def between_ranks(
+    primitive: Any,
+    array: Any,
+    source: Any,
+    active: Any,
+    axis_name: tuple[str, ...],
+    config: KernelConfig | None,
+    *,
+    old_slots: int,
+    new_slots: int,
+) -> jax.Array:
+    """Returns the result of `move_p` or `reduce_p` for one array of a rank. `source` and `active` are operands of
+    `move_p`; the ranks are numbered over the mesh axes `axis_name`."""
+    sizes = tuple(_mesh.axis_size(name) for name in axis_name)
+    params = {"axis_name": axis_name, "axis_sizes": sizes, "config": config or DEFAULT_CONFIG}
+    operands = _mesh.vary_over([array, source, active], axis_name)
+    return primitive.bind(*operands, **params, old_slots=old_slots, new_slots=new_slots)[0]
 
 
 def _axis(axis_name: Any, num_ranks: int, caller: str) -> tuple[str, ...]:

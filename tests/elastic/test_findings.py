@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.elastic.test_members import FORK, until
+from tests.elastic.test_members import FORK, steps, until
 from tests.elastic.test_members import ranks as ranks  # a fixture
 from xen_moe_jax import balance, elastic
 from xen_moe_jax.backends.cuda import liveness, members, memory
@@ -242,16 +242,8 @@ def stopped_with_memory(folder, slot, words):
     """Runs a rank whose memory others could store into."""
     with elastic.Group(folder, 2, slot=slot, timeout_s=2.0) as group:
         group._membership.memory = Memory({})
-        step = group.join(start_with=2, timeout_s=60).step
-        while True:
-            if (change := group.boundary(step)) is not None:
-                step = change.step
-            group.exchange("gather", 7, np.full(3, step))
-            if group.failure():
-                step = group.recover(step).step
-                continue
-            step += 1
-            words[slot] = step
+        for words[slot] in steps(group, start_with=2):
+            pass
 
 
 def test_a_stopped_process_whose_gpu_could_store_later_is_ended(tmp_path):

@@ -44,19 +44,25 @@ def test_kills_and_stops():
     assert figures["kills"] >= 6 and figures["stops"] > 3, figures
 
 
+def steps(group, start_with):
+    """Runs a rank of a group, and yields the number of its next step behind each step that did not fail."""
+    step = group.join(start_with=start_with, timeout_s=60).step
+    while True:
+        if (change := group.boundary(step)) is not None:
+            step = change.step
+        group.exchange("gather", 7, np.full(3, step))
+        if group.failure():
+            step = group.recover(step).step
+            continue
+        step += 1
+        yield step
+
+
 def count_steps(folder, slot, start_with, words, timeout_s):
     """Runs a rank that counts its steps in `words[2 * slot]`, and sets the next word to 1 if it is evicted."""
     with elastic.Group(folder, 3, slot=slot, timeout_s=timeout_s) as group, contextlib.suppress(elastic.Evicted):
-        step = group.join(start_with=start_with, timeout_s=60).step
-        while True:
-            if (change := group.boundary(step)) is not None:
-                step = change.step
-            group.exchange("gather", 7, np.full(3, step))
-            if group.failure():
-                step = group.recover(step).step
-                continue
-            step += 1
-            words[2 * slot] = step
+        for words[2 * slot] in steps(group, start_with):
+            pass
     words[2 * slot + 1] = 1
 
 

@@ -78,7 +78,7 @@ def automatic(rows: jax.Array | ArrivedRows, weights: jax.Array | QuantizedWeigh
 
 
 MATMULS = grouped_matmul, by_hopper, automatic
-"""What `choose` may return for experts in fp8."""
+"""The functions that `choose` returns for experts in fp8."""
 
 
 def by_kernels(function: Any, rows: jax.Array | ArrivedRows, weights: jax.Array | QuantizedWeight) -> bool:

@@ -174,7 +174,7 @@ def _backward(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
     by_weighted = hopper.rows_by_weights(
         cotangent, last["down"], sizes, index=index, transposed=True, tiles=plan_of_last.rows
     )
-    inner = step.activation(*(a.astype(jnp.float32) for a in projections)).astype(x.dtype)
+    inner = hopper.from_projections(step.activation, projections)
     count = row_weights.shape[0]
     row_weights = _whole(row_weights)
     weighted, of_weighted = jax.vjp(mlp.weighted, inner, row_weights)

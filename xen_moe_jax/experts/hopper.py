@@ -251,6 +251,11 @@ def activated_again(
     return _with_projections(_activated_again, rows, weights, group_sizes, biases, kept, activation)[0]
 
 
+def from_projections(activation: Activation, projections: Sequence[jax.Array]) -> jax.Array:
+    """Returns the activation of projections `[C, F]`, computed in float32, in the dtype of the projections."""
+    return activation(*(a.astype(jnp.float32) for a in projections)).astype(projections[0].dtype)
+
+
 def _with_projections(
     run: Any, rows: Any, weights: Any, group_sizes: Any, biases: Any, more: Any, activation: Activation
 ) -> list[Any]:
@@ -458,7 +463,7 @@ def _activated_kept(chosen: Plan, activation: Activation, *operands: Any) -> lis
 def _activated_again(
     chosen: Plan, activation: Activation, rows: Any, weights: Any, biases: Any, projections: Any, group_sizes: Any
 ) -> list[Any]:
-    return [activation(*(a.astype(jnp.float32) for a in projections)).astype(rows.dtype)]
+    return [from_projections(activation, projections)]
 
 
 def _again_forward(chosen: Plan, activation: Activation, *operands: Any) -> tuple[Any, Any]:

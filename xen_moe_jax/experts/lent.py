@@ -22,7 +22,7 @@ from xen_moe_jax import _layout, _mesh, _ranks
 from xen_moe_jax._active import EVERY_RANK
 from xen_moe_jax._config import DEFAULT_CONFIG, KernelConfig
 from xen_moe_jax._jax_internals import varying_axes
-from xen_moe_jax._placement import move_p
+from xen_moe_jax._placement import between_ranks, move_p
 from xen_moe_jax._types import Handle, pytree
 
 AT_ONCE = 1
@@ -119,11 +119,10 @@ class Lent:
     def _move(self, rows: Any, source: Any, slots: int) -> jax.Array:
         """Returns `[W, ...]`: this rank's rows by `source int32 [R, W]`, numbered `rank * slots + row`, -1 for zeros,
         from the `rows [slots, ...]` of all ranks."""
-        sizes = tuple(_mesh.axis_size(name) for name in self.axis_name)
-        active = EVERY_RANK if self.active is None else self.active
-        operands = _mesh.vary_over([rows, source, active], self.axis_name)
-        params = {"axis_name": self.axis_name, "axis_sizes": sizes, "config": self.config}
-        return move_p.bind(*operands, **params, old_slots=slots, new_slots=source.shape[1])[0]
+        active, width = EVERY_RANK if self.active is None else self.active, source.shape[1]
+        return between_ranks(
+            move_p, rows, source, active, self.axis_name, self.config, old_slots=slots, new_slots=width
+        )
 
 
 def weights_of(
