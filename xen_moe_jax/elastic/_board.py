@@ -74,27 +74,38 @@ class Board:
         look, seen = time.monotonic(), 0
         suspect: int | None = -1
         ended: int | None = None
-        while True:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= look:
-                    look, holder = time.monotonic() + self._timeout_s / LOOKS, _holder(self._lock)
-                    suspect, seen = holder, seen + 1 if holder == suspect else 0
-                    if seen > LOOKS:  # else another process has got the lock between two looks
-                        if holder == ended or holder is None or not liveness.end(holder, self._timeout_s):
-                            raise TimeoutError(
-                                f"elastic.Group: process {holder or 'unknown'}, or a child of it, has held the lock of "
-                                f"{self.folder} for more than {self._timeout_s:g} s, and cannot be ended from here: "
-                                "end it, or let it go on"
-                            ) from None
-                        ended, seen = holder, 0
-                time.sleep(LOCK_PAUSE_S)
+        while not self._take():
+            if time.monotonic() >= look:
+                look, holder = time.monotonic() + self._timeout_s / LOOKS, _holder(self._lock)
+                suspect, seen = holder, seen + 1 if holder == suspect else 0
+                if seen > LOOKS:  # else another process has got the lock between two looks
+                    self._end(holder, ended)
+                    ended, seen = holder, 0
+            time.sleep(LOCK_PAUSE_S)
         try:
             yield
         finally:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def _take(self) -> bool:
+        """Takes the lock if no other process holds it. Returns True if this process holds it then."""
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _end(self, holder: int | None, ended: int | None) -> None:
+        """Ends the process that holds the lock. `ended`: the process that was ended before, if any.
+
+        Raises:
+          TimeoutError: as `locked`.
+        """
+        if holder is None or holder == ended or not liveness.end(holder, self._timeout_s):
+            raise TimeoutError(
+                f"elastic.Group: process {holder or 'unknown'}, or a child of it, has held the lock of {self.folder} "
+                f"for more than {self._timeout_s:g} s, and cannot be ended from here: end it, or let it go on"
+            )
 
     def read(self) -> dict[str, Any]:
         """Returns the state. Slots are text in it, because the keys of JSON's objects are."""
