@@ -14,7 +14,6 @@ import functools
 import json
 import pathlib
 import statistics
-import time
 from concurrent import futures
 from typing import Any
 
@@ -117,14 +116,7 @@ class Step:
 
 def median_us(call: Any) -> list[float]:
     """Median, least and most time of a call in us."""
-    jax.block_until_ready(call())
-    found = []
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        for _ in range(CALLS):
-            out = call()
-        jax.block_until_ready(out)
-        found.append((time.perf_counter() - began) / CALLS * 1e6)
+    found = turns.queued(call, (), CALLS, ROUNDS)
     return [round(value, 1) for value in (statistics.median(found), min(found), max(found))]
 
 
@@ -144,7 +136,7 @@ def main() -> None:
         lowered = [step.reading(), *(step.program(*way) for way in ways)]
         with futures.ThreadPoolExecutor(8) as pool:
             compiled = list(pool.map(lambda pair: functools.partial(pair[0].compile(), *pair[1]), lowered))
-        whole = sum(w.nbytes for n in NAMES for layer in step.weights for w in [layer[n]]) // step.ranks
+        whole = sum(layer[n].nbytes for n in NAMES for layer in step.weights) // step.ranks
         with turns.alone(options.lock):
             rate = whole / median_us(compiled[0])[0]
             row: dict[str, Any] = {"TB/s of a reduction": round(rate / 1e6, 3)}

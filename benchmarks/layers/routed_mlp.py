@@ -14,7 +14,6 @@ import functools
 import json
 import pathlib
 import statistics
-import time
 from collections.abc import Callable
 from concurrent import futures
 from typing import Any
@@ -141,13 +140,7 @@ def times(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {way: [] for way in calls}
     for _ in range(ROUNDS):
         for way, call in calls.items():
-            jax.block_until_ready(call())
-            began = time.perf_counter()
-            for _ in range(CALLS):
-                out = call()
-            jax.block_until_ready(out)
-            found[way].append((time.perf_counter() - began) / CALLS * 1e6)
-            del out
+            found[way] += turns.queued(call, (), CALLS, 1)
     return {way: [round(value) for value in (statistics.median(t), min(t), max(t))] for way, t in found.items()}
 
 
