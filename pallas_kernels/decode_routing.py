@@ -127,34 +127,33 @@ class Sizes:
         """The references that this module reads and writes."""
         own, come = self._windows()
         table, windows = pltpu.SMEM((self.visits,), jnp.int32), pltpu.SMEM((whole(self.rows + AT_ONCE),), jnp.int32)
-        merged = {"merged": pltpu.VMEM((self.blocks, 2 * self.half, self.wide), jnp.int32)} if self.beside > 1 else {}
-        masks = {"masks": pltpu.VMEM((self.ranks, self.wide, LANES), jnp.int32)} if self.cores == 1 else {}
-        return (
-            merged
-            | masks
-            | {
-                "routing": pltpu.VMEM((self.ranks, 2 * self.half, self.wide), jnp.int32),
-                "sums": pltpu.VMEM((self.registers, LANES), jnp.float32),
-                "arrived": pltpu.VMEM((SUBLANES, LANES), jnp.float32),
-                "lines": pltpu.VMEM((1, self.lines * self.wide), jnp.int32),
-                "own_row": pltpu.VMEM((1, own), jnp.int32),
-                "come_row": pltpu.VMEM((1, come), jnp.int32),
-                "moved": pltpu.SemaphoreType.DMA,
-                "table": pltpu.SMEM((self.lines * self.wide,), jnp.int32),
-                "own": pltpu.SMEM((own,), jnp.int32),
-                "come": pltpu.SMEM((come,), jnp.int32),
-                "links": windows,
-                "weight": windows,
-                "ends": windows,
-                "ended": pltpu.SMEM((self.most,), jnp.int32),
-                "experts": table,
-                "firsts": table,
-                "counts": table,
-                "sizes": table,
-                "awaited": pltpu.SMEM((1,), jnp.int32),
-                "leaving": pltpu.SMEM((1,), jnp.int32),
-            }
-        )
+        sometimes: dict[str, Any] = {}
+        if self.beside > 1:
+            sometimes["merged"] = pltpu.VMEM((self.blocks, 2 * self.half, self.wide), jnp.int32)
+        if self.cores == 1:
+            sometimes["masks"] = pltpu.VMEM((self.ranks, self.wide, LANES), jnp.int32)
+        return sometimes | {
+            "routing": pltpu.VMEM((self.ranks, 2 * self.half, self.wide), jnp.int32),
+            "sums": pltpu.VMEM((self.registers, LANES), jnp.float32),
+            "arrived": pltpu.VMEM((SUBLANES, LANES), jnp.float32),
+            "lines": pltpu.VMEM((1, self.lines * self.wide), jnp.int32),
+            "own_row": pltpu.VMEM((1, own), jnp.int32),
+            "come_row": pltpu.VMEM((1, come), jnp.int32),
+            "moved": pltpu.SemaphoreType.DMA,
+            "table": pltpu.SMEM((self.lines * self.wide,), jnp.int32),
+            "own": pltpu.SMEM((own,), jnp.int32),
+            "come": pltpu.SMEM((come,), jnp.int32),
+            "links": windows,
+            "weight": windows,
+            "ends": windows,
+            "ended": pltpu.SMEM((self.most,), jnp.int32),
+            "experts": table,
+            "firsts": table,
+            "counts": table,
+            "sizes": table,
+            "awaited": pltpu.SMEM((1,), jnp.int32),
+            "leaving": pltpu.SMEM((1,), jnp.int32),
+        }
 
     def _windows(self) -> tuple[int, int]:
         """Words of `own` and `come`."""

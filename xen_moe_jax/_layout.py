@@ -176,8 +176,9 @@ def group_counts(recv_counts: jax.Array, spec: Spec) -> GroupCounts:
         kept = jnp.minimum(totals, spec.num_ranks * spec.num_tokens)
         return GroupCounts(None, kept, jnp.sum(totals - kept, dtype=jnp.int32))
     most = spec.num_ranks * spec.num_tokens * spec.top_k + spec.local_experts * (spec.alignment - 1)
-    if spec.capacity >= most:  # nothing is clipped, whatever the routing: XLA then needs no cumulative sum, two kernels
-        return GroupCounts(round_up(totals, spec.alignment), totals, jnp.sum(totals - totals, dtype=jnp.int32))
+    if spec.capacity >= most:  # also where tokens name experts twice: nothing is clipped, and no cumulative sum needed
+        dropped = jnp.sum(totals - totals, dtype=jnp.int32)  # zero, which varies over the ranks as the counts do
+        return GroupCounts(round_up(totals, spec.alignment), totals, dropped)
     starts = group_starts(recv_counts, spec.alignment)
     bounds = jnp.minimum(starts, spec.capacity)
     kept = jnp.minimum(starts[:-1] + totals, spec.capacity) - bounds[:-1]

@@ -73,7 +73,8 @@ def test_cotangents_times_transposed_weights(name, steps):
 @pytest.mark.parametrize("name", ["experts that share tiles, one without rows", "no rows at all"])
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 def test_gradients_through_an_activation(name, activation):
-    """Of `(f * a(gate, up)) @ weight`; what lies past the last group is zero, and stays out of every result."""
+    """The kernel computes the gradients of `(f * a(gate, up)) @ weight`. Rows past the last group reach no result, and
+    their gradients are zero."""
     rng, sizes, width, depth = np.random.default_rng(1), SIZES[name], 256, 128
     activation = Activation(activation)
     used = np.arange(ROWS) < sum(sizes)
@@ -110,7 +111,7 @@ def test_no_rows_have_no_tiles(monkeypatch):
 
 
 def test_tiles_fit_and_divide():
-    """Of the layers of the presets and of widths that few numbers divide; on v4 with 16 MiB of VMEM, too."""
+    """Tiles of the presets' layers, and of widths that few numbers divide, fit VMEM, on v4 with 16 MiB, too."""
     for limit, (rows, depth, width), operands, results in itertools.product(
         (16 * 2**20, 64 * 2**20, 128 * 2**20),
         ((40960, 7168, 2048), (40960, 2048, 7168), (128, 128, 128), (384, 2944, 1152)),

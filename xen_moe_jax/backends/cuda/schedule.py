@@ -277,7 +277,9 @@ def combine(
     items = (spec.num_ranks - 1) * spec.num_tokens or spec.num_tokens
     small = items <= 4 * count * module.compiled().warps
     usual = max(count * 3 // 8, min(16, count * 5 // 8))
-    push = count // 2 if small else max(usual, count // 2) if quantizes else usual
+    push = count // 2 if small else usual
+    if quantizes:
+        push = max(push, count // 2)
     push = _within(_tuning.push_blocks or push, count)
     parts = _parts(items, 4 * push * module.compiled().warps, hidden, config)
     return Schedule(count, push, 1, parts, max(1, spec.num_tokens))
