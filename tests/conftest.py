@@ -134,7 +134,11 @@ def pytest_runtest_setup(item):
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(few))
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_addoption(parser):
+    parser.addoption("--share", type=int, metavar="N", help="the first and each Nth case of every selected test")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     for item in items:
         if is_in(THOROUGH, item.nodeid):
@@ -148,3 +152,9 @@ def pytest_collection_modifyitems(config, items):
         missing = not_there([item.nodeid for item in items])
         if missing:
             raise pytest.UsageError(f"tests/support/thorough.py names tests that are not there: {missing}")
+    selected = yield  # by -m and -k
+    if config.option.share:
+        kept = selections.share([item.nodeid for item in items], config.option.share)
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+        items[:] = [item for item in items if item.nodeid in kept]
+    return selected

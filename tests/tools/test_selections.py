@@ -61,8 +61,17 @@ def test_where_a_test_lies_gives_its_marks(request):
         assert [m for m in selections.MARKS if item.get_closest_marker(m)] == selections.marks(item.nodeid), item.nodeid
 
 
+def test_a_share_has_every_test_in_some_of_its_cases():
+    cases = [f"tests/core/test_a.py::TestOne::test_a[{i}[x]-y]" for i in range(6)]
+    others = ["tests/core/test_a.py::TestTwo::test_a[0[x]-y]", "tests/flax/test_b.py::test_b"]
+    assert selections.share(cases + others, 4) == {cases[0], cases[4], *others}
+    assert selections.share(cases + others, 1) == {*cases, *others}
+
+
 @pytest.mark.skipif(not (ROOT / ".ci" / "run").exists(), reason=".ci is not beside the tests")
 @pytest.mark.parametrize("target", [target for target in TARGETS if target != "test-slow"])
 def test_ci_runs_the_target(target):
     steps = re.findall(r"^\s*(?:step|beside) .*$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
-    assert any(re.search(rf"\bmake {target}(?= |$)(?!.*(--ignore|-k |--deselect))", line) for line in steps), target
+    assert any(re.search(rf"\bmake {target}(?= |$)(?!.*--(ignore|deselect|share)|.* -k )", line) for line in steps), (
+        target
+    )
