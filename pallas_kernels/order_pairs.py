@@ -219,8 +219,7 @@ def _body(refs: _Refs, *, columns: Columns, blocks: int) -> None:
     larger = jnp.concatenate([given + 1, empty], axis=0)
     refs.gathered[...] = refs.gathered[...] | moved(larger, to)
     made = refs.made[0, 0, 0]
-    # the first core makes a block even if there are no pairs
-    full = (fill + count >= block) | (last & ((fill > 0) | ((made == 0) & (core == 0))))
+    full = (fill + count >= block) | (last & ((fill > 0) | (made == 0)))  # a core makes a block even without pairs
 
     @pl.loop(0, full.astype(jnp.int32))
     def _(only: Any) -> None:
@@ -259,7 +258,7 @@ def order_pairs(
     Returns:
       The layout of the tables; tables int32 `[blocks, 1, words]`; the rows again, as columns, one group beside the
       other, since unused lanes take memory too: int32 `[blocks, group, block / group * slots]`; and int32 `[cores]`,
-      how many of its blocks each core made, the first core at least one. Other blocks are unspecified.
+      how many of its blocks each core made, at least one. Other blocks are unspecified.
     """
     count, slots = rows.shape
     block = min(BLOCK, -(-count // 128) * 128)

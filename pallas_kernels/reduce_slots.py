@@ -7,6 +7,8 @@ remote DMA.
 Steps: a block of pairs, ordered by `order_pairs`, has a table in SMEM, and its groups follow each other in a loop.
 Double buffers everywhere: the next group's rows and the next block's table arrive, and the last group's records leave,
 while this group is added up. Ranks begin with different blocks, so that they do not all send to the same rank.
+Two cores, where a device has them, each reduce the pairs of one half of the ranks. A core signals and sends to the core
+of its own number in other ranks, and is the only one that sends to the ranks of its half.
 Who waits: as in `push`. Local form (`axes=None`): records go to a send buffer of this rank's own, for `exchange`.
 """
 
@@ -24,7 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from xen_moe_jax.pallas_kernels import peers
 from xen_moe_jax.pallas_kernels.launch import Launch
-from xen_moe_jax.pallas_kernels.order_pairs import Columns, Ordered, order_pairs
+from xen_moe_jax.pallas_kernels.order_pairs import BLOCK, Columns, Ordered, order_pairs
 from xen_moe_jax.pallas_kernels.record import LANES, Quantization, Record
 from xen_moe_jax.pallas_kernels.reduce_ranks import encode_sums, keep
 from xen_moe_jax.pallas_kernels.send import Link, Outgoing, await_whole, scratch
@@ -53,8 +55,8 @@ class Pairs:
 class _Refs:
     expected: Any
     zero: Any
-    first: Any
-    made: Any
+    visits: Any
+    count: Any
     columns: Any
     tables: Any
     y: Any
@@ -89,26 +91,29 @@ class _Static:
     weighted: bool
     paired: bool
     axes: peers.Axes | None
+    cores: int
 
 
-def _visited(step: Any, first: Any, made: Any, blocks: int) -> Any:
-    """Number of the block that a step visits: `made [N]` blocks of each part of all `blocks` are there."""
-    parts = made.shape[0]
-    at = step + first[0]
-    total = made[0]
-    for n in range(1, parts):
-        total = total + made[n]
-    at = jnp.where(at >= total, at - total, at)
-    before = made[0]
-    for n in range(1, parts):  # a block behind those of part `n - 1` is the first of part `n`
-        at = jnp.where(at >= before, at - before + n * (blocks // parts), at)
-        before = made[n] + n * (blocks // parts)
-    return at
+def _visits(made: jax.Array, first: jax.Array, blocks: int) -> jax.Array:
+    """Returns the blocks that each core visits, int32 `[cores * V]`.
+
+    Args:
+      made: int32 `[cores, N]`, blocks that are there of each of the core's `N` parts of all `blocks`.
+      first: int32 `[cores]`, the place of the block with which a core begins among its blocks that are there.
+    """
+    cores, parts = made.shape
+    ends = jnp.cumsum(made, axis=1, dtype=jnp.int32)
+    at = jnp.arange(blocks // cores, dtype=jnp.int32) + first[:, None]
+    at = jnp.where(at >= ends[:, -1:], at - ends[:, -1:], at)
+    # a block behind those of part `n - 1` is the first of part `n`
+    behind = at[:, :, None] >= ends[:, None, :-1]
+    at = at + jnp.sum(jnp.where(behind, (blocks // cores // parts - made)[:, None, :-1], 0), axis=2, dtype=jnp.int32)
+    return jnp.minimum(at + jnp.arange(cores, dtype=jnp.int32)[:, None] * (blocks // cores), blocks - 1).reshape(-1)
 
 
-def _table_copy(refs: _Refs, block: Any) -> Any:
-    blocks, _, words = refs.tables.shape
-    at = _visited(block, refs.first, refs.made, blocks)
+def _table_copy(refs: _Refs, static: _Static, block: Any) -> Any:
+    words = refs.tables.shape[2]
+    at = refs.visits[pl.program_id(0) * (refs.visits.shape[0] // static.cores) + block]
     slot = lax.rem(block, 2)
     into = pl.ds(pl.multiple_of(slot * words, words), words)
     return pltpu.make_async_copy(refs.tables.at[at, 0], refs.table.at[into], refs.table_came.at[slot])
@@ -225,7 +230,7 @@ def _group(refs: _Refs, static: _Static, link: Link, block: Any, blocks: Any, gr
 
     @pl.when(last & (block + 1 < blocks))
     def _() -> None:
-        _table_copy(refs, block + 1).wait()
+        _table_copy(refs, static, block + 1).wait()
 
     @pl.when(jnp.logical_not(ends))
     def _() -> None:
@@ -263,11 +268,12 @@ def _group(refs: _Refs, static: _Static, link: Link, block: Any, blocks: Any, gr
 
     @pl.when(ends)
     def _() -> None:
-        link.drain_blocks(outgoing, refs.sent, refs.expected, number)
+        link.drain_blocks(outgoing, refs.sent, refs.expected.at[pl.program_id(0)], number)
 
 
 def _body(refs: _Refs, *, static: _Static) -> None:
-    block, blocks = pl.program_id(0), pl.num_programs(0)
+    block = pl.program_id(1)
+    blocks = refs.count[pl.program_id(0)] if static.cores > 1 else pl.num_programs(1)
     pairs = refs.acc.shape[0]
     link = Link(static.axes, refs.target, refs.send, refs.recv, refs.credits)
 
@@ -275,17 +281,19 @@ def _body(refs: _Refs, *, static: _Static) -> None:
     def _() -> None:
         link.announce()
         refs.state[GROUP] = 0
-        _table_copy(refs, block).start()
-        _table_copy(refs, block).wait()
+        _table_copy(refs, static, block).start()
+        _table_copy(refs, static, block).wait()
         _start(refs, static, block, 0, 0)
 
     @pl.when(block + 1 < blocks)
     def _() -> None:
-        _table_copy(refs, block + 1).start()
+        _table_copy(refs, static, block + 1).start()
 
     exist = _known(refs, static, block, static.columns.facts, static.columns.slots)
     # a block without pairs has one empty group, so that the next one's rows are asked for in one place
     groups = jnp.maximum(lax.div(exist + (pairs - 1), pairs), 1)
+    if static.cores > 1:  # the other core may have more blocks
+        groups = jnp.where(block < blocks, groups, 0)
 
     @pl.loop(0, groups)
     def _(group: Any) -> None:
@@ -303,6 +311,11 @@ def _pair_words(y: jax.Array) -> jax.Array:
 def vmem_bytes(record: Record, slots: int, block: int) -> int:
     """VMEM that a block of pairs needs: two buffers of rows and two of weights, sums, two record buffers, tables."""
     return block * (4 * (record.hidden + LANES) * 2 * slots + 4 * record.hidden + 2 * record.bytes + 2 * 4 * LANES)
+
+
+def halves_of_ranks(num_ranks: int, tokens: int, cores: int) -> bool:
+    """True if `order_pairs` gives each core the pairs of one half of the ranks, `tokens` of each rank."""
+    return num_ranks % cores == 0 and num_ranks // cores * tokens % BLOCK == 0
 
 
 def pairs_at_once(block: int) -> int:
@@ -325,6 +338,7 @@ def reduce_slots(
     quantize: Quantization | None,
     axes: peers.Axes | None,
     launch: Launch,
+    cores: int = 1,
 ) -> jax.Array:
     """Reduces each pair's rows and sends the partial sums.
 
@@ -334,6 +348,7 @@ def reduce_slots(
       weights: float32 `[C]`, factors of the rows, or None.
       zero: int32 `[1]` at least, a zero unknown to the compiler, first.
       quantize: how to quantize partial sums, or None to send partial sums in `y.dtype`.
+      cores: 1, or `launch.cores`, where `halves_of_ranks` holds or the sums stay here.
 
     Returns:
       int32 `[staging_rows, *record.shape]`; rows that no rank addressed are unspecified.
@@ -349,14 +364,21 @@ def reduce_slots(
         columns, tables, ordered, made = order_pairs(pairs.rows, pairs.peer, pairs.address, beside, launch=launch)
     slots = columns.slots
     blocks = ordered.shape[0]
-    visits = jnp.sum(made, dtype=jnp.int32)
-    first = jnp.zeros((), jnp.int32)
+    made = made.reshape(cores, -1)
+    count = jnp.sum(made, axis=1, dtype=jnp.int32)
+    first, expected = jnp.zeros_like(count), jnp.broadcast_to(pairs.expected, (cores, *pairs.expected.shape))
     if axes is not None:
-        rank = lax.axis_index(axes.names).astype(jnp.int32)
-        first = lax.rem(lax.div((rank + 1) * visits, jnp.int32(axes.num_ranks)), visits)
+        rank, ranks = lax.axis_index(axes.names).astype(jnp.int32), axes.num_ranks // cores
+        first = lax.div(lax.rem(rank + 1, ranks) * count, ranks)
+        # all ranks send to this one from the same core
+        expected = jnp.where(jnp.arange(cores)[:, None] == lax.div(rank, ranks), expected, 0)
+    visits = _visits(made, first, blocks)
+
+    def visited(core: Any, turn: Any, expected: Any, zero: Any, visits: Any, count: Any) -> Any:
+        return visits[core * (blocks // cores) + turn], 0, 0
 
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    names = ["expected", "zero", "first", "made", "columns", "tables", "y"]
+    names = ["expected", "zero", "visits", "count", "columns", "tables", "y"]
     scratch_shapes = [
         pltpu.SMEM((2 * columns.words,), jnp.int32),
         pltpu.SemaphoreType.DMA((2,)),
@@ -376,25 +398,24 @@ def reduce_slots(
     names += ["target", "table", "table_came", "state", "buffer", "arrived", "acc", "outgoing", "sent", "send"]
     names += ["recv", "credits"] if axes is not None else []
     names += ["weight_rows"] if operands else []
+    static = _Static(record, quantize, columns, weights is not None, paired, axes, cores)
     return launch.call(
-        functools.partial(_body, static=_Static(record, quantize, columns, weights is not None, paired, axes)),
+        functools.partial(_body, static=static),
         _Refs,
         names,
         name="xen_moe_reduce_slots" if axes is not None else "xen_moe_reduce_slots_local",
         remote=axes is not None,
         by_dma=True,
+        shared=cores > 1,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            grid=(visits,),
+            grid=(cores, jnp.max(count)),
             in_specs=[
-                pl.BlockSpec(
-                    (1, *ordered.shape[1:]),
-                    lambda i, expected, zero, first, made: (_visited(i, first, made, blocks), 0, 0),
-                ),
+                pl.BlockSpec((1, *ordered.shape[1:]), visited),
                 *[hbm] * (2 + len(operands)),
             ],
             out_specs=hbm,
             scratch_shapes=scratch_shapes,
         ),
         out_shape=((pairs.staging_rows, *record.shape), jnp.int32),
-    )(pairs.expected, zero, first.reshape(1), made, ordered, tables, y, *operands)
+    )(expected, zero, visits, count, ordered, tables, y, *operands)

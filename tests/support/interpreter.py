@@ -44,6 +44,27 @@ def quick() -> Iterator[None]:
         callback.api = api
 
 
+@contextlib.contextmanager
+def signals_like_libtpu() -> Iterator[None]:
+    """Inside this context, a signal that names no core goes to the core of the sender's own number.
+
+    libtpu compiles it so: the bundles of `vsyncadd.remote` and of a remote DMA read the number of the core that they
+    run on. The interpreter does the same for DMAs, but sends signals to core 0.
+    """
+    signal = interpret_pallas_call.semaphore_signal
+
+    def from_own_core(
+        token: Any, device: Any, core: Any, semaphore: Any, count: Any, to: Any, to_core: Any, **more: Any
+    ):
+        return signal(token, device, core, semaphore, count, to, core if to_core is None else to_core, **more)
+
+    interpret_pallas_call.semaphore_signal = from_own_core
+    try:
+        yield
+    finally:
+        interpret_pallas_call.semaphore_signal = signal
+
+
 def races_found(result: Any) -> bool:
     """Waits for `result`, and returns True if the interpreter has seen a race in the last kernel of its program, which
     ran with `detect_races=True`."""

@@ -19,7 +19,7 @@ import xen_moe_jax as xm
 from tests.support import conformance, interpreter, members
 from tests.support.checks import assert_bits
 from xen_moe_jax.backends import pallas
-from xen_moe_jax.backends.pallas import hardware, headers
+from xen_moe_jax.backends.pallas import combine, hardware, headers
 from xen_moe_jax.pallas_kernels import exchange
 
 NO_FLOAT16 = "float16: the TPU kernels take float32 and bfloat16 (a TypeError says so)"
@@ -166,6 +166,46 @@ def test_more_rows_than_one_wait_covers(mode):
     expected = program(xm.KernelConfig(backend="reference"))(x, idx, weights)
     for what, a, b in zip(("rows", "combined"), ours, expected, strict=True):
         assert_bits(a, b, what)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("mode", ["eager", "on_wait"])
+def test_each_core_reduces_the_pairs_of_half_of_the_ranks(mode, threads, monkeypatch):
+    """Four ranks of 128 tokens on chips of two cores, one after the other or both at once; the second core of rank 0
+    has no pairs, and the first one of rank 3 few."""
+    monkeypatch.setattr(hardware, "SMALLEST", dataclasses.replace(hardware.SMALLEST, cores=2))
+    shared = []
+    reduce_slots = combine.slots_kernel.reduce_slots
+    monkeypatch.setattr(
+        combine.slots_kernel,
+        "reduce_slots",
+        lambda *args, cores, **options: shared.append(cores) or reduce_slots(*args, cores=cores, **options),
+    )
+    mesh = jax.make_mesh((4,), ("ep",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
+    rng = np.random.default_rng(6)
+    tokens, experts = 4 * 128, 8
+    idx = np.argsort(rng.random((tokens, experts)), axis=1)[:, :3].astype(np.int32)
+    idx[rng.random(idx.shape) < 0.4] = -1
+    idx[256:][idx[256:] < 2] = -1
+    idx[10:256][idx[10:256] >= 6] = -1
+    weights = rng.random(idx.shape, np.float32)
+    x = rng.standard_normal((tokens, 128)).astype(jnp.bfloat16)
+
+    def program(config):
+        def body(x, idx, weights):
+            # `place` lets both cores visit the last block of an odd number, which race detection reports
+            routed = xm.dispatch(x, idx, weights, num_experts=experts, axis_name="ep", capacity=1024, config=plain)
+            live = jnp.arange(1024) < jnp.sum(routed.group_sizes)
+            return xm.combine(jnp.where(live[:, None], routed.x, 0), routed.handle, config=config)
+
+        return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+
+    plain = xm.KernelConfig(backend="reference")
+    params = pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True, num_cores_or_threads=threads)
+    with interpreter.signals_like_libtpu():
+        ours = program(xm.KernelConfig(backend="pallas", interpret=params, mode="throughput"))(x, idx, weights)
+    assert shared == [2]
+    assert_bits(ours, program(plain)(x, idx, weights), "combined")
 
 
 @pytest.mark.parametrize("transform", ["vmap", "jacfwd", "jacrev", "hessian"])

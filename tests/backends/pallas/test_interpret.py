@@ -33,12 +33,12 @@ SHORT = {  # class -> pytest -k expression; between them every kernel, every lay
 }
 
 
-def run_suite(expression: str, seconds: float, file: str = "interpret_conformance.py") -> None:
+def run_suite(expression: str, seconds: float, file: str = "interpret_conformance.py", **environment: str) -> None:
     """Runs a part of the conformance suite in a process of its own; a deadlock ends as `TimeoutExpired`."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / file)]
     command += ["-k", expression]
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ}, capture_output=True, text=True, timeout=seconds, check=False
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=seconds, check=False
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
 
@@ -67,6 +67,12 @@ MAPPED = ["jacfwd", "hessian"]  # a program each
 
 def test_more_rows_than_one_wait_covers():
     run_suite("test_more_rows_than_one_wait_covers and on_wait", 600)
+
+
+@pytest.mark.parametrize("case", ["eager-2", pytest.param("on_wait-1", marks=pytest.mark.slow)])
+def test_two_cores_send(case):
+    # every core of every rank takes a thread of the CPU's pool, which has one for each device
+    run_suite(f"test_each_core_reduces and {case}", 600, XLA_FLAGS="--xla_force_host_platform_device_count=16")
 
 
 @pytest.mark.parametrize("transform", ["vmap", "jacrev", *[pytest.param(t, marks=pytest.mark.slow) for t in MAPPED]])

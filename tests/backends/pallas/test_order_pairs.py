@@ -31,7 +31,7 @@ def expected_blocks(rows, peer, block, cores):
     for core in range(cores):
         exist = [p for p in range(core * size, min((core + 1) * size, len(peer))) if peer[p] >= 0]
         blocks = [exist[n : n + block] for n in range(0, len(exist), block)]
-        found.append([in_order(b, rows) for b in blocks or ([[]] if core == 0 else [])])
+        found.append([in_order(b, rows) for b in blocks or [[]]])
     return found
 
 

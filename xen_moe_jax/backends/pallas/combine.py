@@ -72,6 +72,8 @@ def combine(
     else:
         todo = plan.combine_plan(topk_idx, positions, spec)
         pairs, source = todo.pairs, todo.source
+    launch = slots_launch(record, spec, config)
+    halves = not few and slots_kernel.halves_of_ranks(spec.num_ranks, spec.num_tokens, launch.cores)
     staged = slots_kernel.reduce_slots(
         rows,
         pairs,
@@ -80,7 +82,8 @@ def combine(
         record=record,
         quantize=quantize,
         axes=plan.kernel_axes(spec),
-        launch=slots_launch(record, spec, config),
+        launch=launch,
+        cores=launch.cores if halves else 1,
     )
     out = ranks_kernel.reduce_ranks(
         staged, source, zero, record=record, out_dtype=y.dtype, launch=ranks, tokens=spec.num_tokens

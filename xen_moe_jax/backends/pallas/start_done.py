@@ -197,6 +197,7 @@ def combine_start(
         expected=jnp.zeros((1,), jnp.int32),
         staging_rows=spec.num_ranks * spec.num_tokens,
     )
+    launch = slots_launch(record, spec, config)
     buffer = slots_kernel.reduce_slots(
         rows,
         pairs,
@@ -205,7 +206,8 @@ def combine_start(
         record=record,
         quantize=quantization(wire),
         axes=None,
-        launch=slots_launch(record, spec, config),
+        launch=launch,
+        cores=launch.cores,
     )
     flight = _start(buffer, sizes, todo.remote_start, todo.pairs, spec, config)
     return (*flight, todo.source, zero)
