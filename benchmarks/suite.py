@@ -77,12 +77,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no command after this long")
     parser.add_argument("--link-ceiling", help="JSON of benchmarks/ops/link_ceiling.cu, passed on to every command")
     parser.add_argument("--ranks", type=int, help="passed on to every command")
+    parser.add_argument("--lock", help="passed on to every command")
     parser.add_argument("--only", nargs="+", help="names of commands")
     chosen = parser.parse_args()
     extra = ["--platform", "cpu" if chosen.suite == "cpu" else "gpu"]
     extra += ["--ranks", str(chosen.ranks)] if chosen.ranks else []
     if chosen.link_ceiling:
         extra += ["--link-ceiling", chosen.link_ceiling]
+    extra += ["--lock", chosen.lock] if chosen.lock else []
 
     began = time.monotonic()
     documents, failed, left_out, started = {}, {}, [], False

@@ -2,6 +2,7 @@
 
     python tools/gpu_check.py OUTPUT_DIRECTORY [--steps build,conformance,bench] [--budget 540] [--wheels DIRECTORY]
                               [--memory nccl]
+    python tools/gpu_check.py OUTPUT_DIRECTORY --steps four|four1,four2,...  (see tools/four_steps.py)
     python tools/gpu_check.py OUTPUT_DIRECTORY --nodes       (several nodes: see tools/node_check.py)
 
 Every step is a process group with a time limit of its own, cut to the rest of the whole budget; at the limit the group
@@ -26,13 +27,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import TextIO
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.gpu import processes  # noqa: E402
-from tools import node_check  # noqa: E402
-from tools.steps import Outcome, Step, choose, listing, run_step, table  # noqa: E402
+from tools import four_steps, node_check  # noqa: E402
+from tools.steps import Outcome, Step, choose, listing, run_step, side_by_side, table  # noqa: E402
 
 PYTEST = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--durations=5", "-rN"]
 GPU_ENVIRONMENT = {"JAX_PLATFORMS": "cuda", "PYTHONUNBUFFERED": "1"}
@@ -44,6 +46,13 @@ class Context:
     gpus: int
     build: str
     scratch: pathlib.Path
+    small: bool = False
+    native: pathlib.Path | None = None
+
+    @property
+    def lock(self) -> str:
+        """The file by which checks and timings of `four_steps` take turns."""
+        return str(self.scratch / "turns.lock")
 
     @property
     def link_json(self) -> pathlib.Path:
@@ -224,6 +233,28 @@ def count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
+MOST_OF_A_REHEARSAL = 45.0
+"""Seconds of a check with --small."""
+
+
+def run_four(steps: list[Step], context: Context, seconds: float, log: TextIO) -> int:
+    """Runs steps of `four_steps` side by side; returns the number of steps that failed."""
+    if context.gpus < 4 and not context.small:
+        raise SystemExit(f"{context.gpus} GPU(s): --steps four needs four of one host; --small rehearses it on fewer")
+    began, outcomes = time.monotonic(), []
+
+    def run(step: Step, left: float) -> None:
+        print(f"[{time.monotonic() - began:5.0f} s] {step.name}: {step.about}", flush=True)
+        left = min(left, MOST_OF_A_REHEARSAL) if context.small and step.turn == "shared" else left
+        outcomes.append(run_step(step, context, left, log, processes.environment(**GPU_ENVIRONMENT)))
+        (context.out / f"{step.name}.json").write_text(json.dumps(dataclasses.asdict(outcomes[-1]), indent=1) + "\n")
+        print(f"[{time.monotonic() - began:5.0f} s] {table(outcomes[-1:])}", flush=True)
+
+    side_by_side(steps, seconds, run, context.lock)
+    print(table(outcomes))
+    return sum(outcome.status != "passed" for outcome in outcomes)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=pathlib.Path)
@@ -237,6 +268,8 @@ def main() -> int:
         help="what gives memory between processes (XEN_MOE_MEMORY); NCCL_HOME says where NCCL is",
     )
     parser.add_argument("--gpus", type=int, help="default: as many as nvidia-smi lists")
+    parser.add_argument("--small", action="store_true", help="with --steps four: a rehearsal of its commands")
+    parser.add_argument("--native", type=pathlib.Path, help="with --steps four: a folder of native programs, built")
     node_check.add_options(parser)
     options = parser.parse_args()
     if options.nodes:
@@ -245,12 +278,16 @@ def main() -> int:
     if options.memory:
         os.environ["XEN_MOE_MEMORY"] = options.memory  # every step inherits it
     options.out.mkdir(parents=True, exist_ok=True)
-    steps = choose(STEPS, options.steps)
+    four = (options.steps or "").startswith("four")
+    steps = four_steps.chosen(options.steps) if four else choose(STEPS, options.steps)
     outcomes = []
     with tempfile.TemporaryDirectory() as scratch, open(options.out / "logs.txt", "a") as log:
         if options.wheels:
             install_wheels(options.wheels, pathlib.Path(scratch) / "wheels")
-        context = Context(options.out.resolve(), options.gpus or count_gpus(), options.build, pathlib.Path(scratch))
+        gpus, where = options.gpus or count_gpus(), pathlib.Path(scratch)
+        context = Context(options.out.resolve(), gpus, options.build, where, options.small, options.native)
+        if four:
+            return run_four(steps, context, options.budget - (time.monotonic() - began), log)
         need = 1 if all(step.name in ONE_GPU for step in steps) else 2
         if context.gpus < need:
             raise SystemExit(f"{context.gpus} GPU(s): these steps need at least {need} of one host")

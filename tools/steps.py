@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import re
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
 from typing import Any, TextIO
 
 from tests.support import processes
@@ -13,7 +17,14 @@ from tests.support import processes
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Commands with a time limit in seconds. `default`: part of a run that names no steps."""
+    """Commands with a time limit in seconds.
+
+    Attributes:
+      default: part of a run that names no steps.
+      together: the commands run side by side, and all of them to their end.
+      turn: of `side_by_side`: "first", before all others; "shared", beside other steps; "alone", while no other runs;
+        "own", the commands wait for their turn themselves.
+    """
 
     name: str
     seconds: float
@@ -21,6 +32,8 @@ class Step:
     default: bool = True
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     about: str = ""
+    together: bool = False
+    turn: str = "shared"
 
 
 @dataclasses.dataclass
@@ -37,6 +50,7 @@ class Outcome:
     output_end: str = ""
 
 
+WRITING = threading.Lock()
 TEST_LINE = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)", re.MULTILINE)
 KILLED = "killed at its limit"
 HUNG = "hung"
@@ -54,21 +68,31 @@ def run_step(
     """Runs the step's commands one after another within `seconds`; `hangs()` becoming true ends them at once."""
     began = time.monotonic()
     status, text = "passed", ""
-    for command in step.commands(context):
+
+    def run(command: list[str]) -> processes.Finished | None:
         left = seconds - (time.monotonic() - began)
         if left <= 1:
-            status = "out of time"
-            break
+            return None
         (done,) = processes.run_all([command], seconds=left, env=environment | step.environment, give_up=hangs)
-        text += done.output
-        log.write(f"\n===== {step.name}: {' '.join(command)}\n{done.output}\n")
-        log.write(f"===== status {done.returncode} after {done.seconds:.1f} s\n")
-        log.flush()
-        if not done.ok:
-            status = f"exit status {done.returncode}"
-            if done.returncode is None:
-                status = HUNG if hangs() else KILLED
-            break
+        with WRITING:
+            log.write(f"\n===== {step.name}: {' '.join(command)}\n{done.output}\n")
+            log.write(f"===== status {done.returncode} after {done.seconds:.1f} s\n")
+            log.flush()
+        return done
+
+    commands = step.commands(context)
+    with futures.ThreadPoolExecutor(max(1, len(commands)) if step.together else 1) as pool:
+        for done in pool.map(run, commands) if step.together else map(run, commands):
+            if done is None:
+                status = "out of time"
+                break
+            text += done.output
+            if not done.ok:
+                status = f"exit status {done.returncode}"
+                if done.returncode is None:
+                    status = HUNG if hangs() else KILLED
+                if not step.together:
+                    break
     tests = TEST_LINE.findall(text)
     count = {kind: sum(result == kind for _, result in tests) for kind in ("PASSED", "FAILED", "ERROR", "SKIPPED")}
     failures = [name for name, result in tests if result in ("FAILED", "ERROR")]
@@ -84,6 +108,41 @@ def run_step(
         failures[:40],
         text[-6000:],
     )
+
+
+@contextlib.contextmanager
+def turn(path: str, kind: str) -> Iterator[None]:
+    """Holds the lock of `benchmarks.lib.turns`: with all others of the kind "shared", or "alone"; else nothing."""
+    if kind not in ("shared", "alone"):
+        yield
+        return
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_SH if kind == "shared" else fcntl.LOCK_EX)
+        yield
+
+
+def side_by_side(steps: list[Step], seconds: float, run: Callable[[Step, float], None], lock: str) -> None:
+    """Calls `run(step, seconds that it has)` for all steps at once, in threads. Steps whose turn is "shared" run first,
+    and steps whose turn is "alone" wait for them; time spent waiting is not the step's own."""
+    began = time.monotonic()
+    shared = [step for step in steps if step.turn == "shared"]
+    others = [step for step in steps if step.turn in ("alone", "own")]
+    holding = threading.Barrier(len(shared) + 1)
+
+    def one(step: Step) -> None:
+        with turn(lock, step.turn):
+            if step.turn == "shared":
+                holding.wait()
+            run(step, min(step.seconds, seconds - (time.monotonic() - began)))
+
+    for step in steps:
+        if step.turn == "first":
+            one(step)
+    with futures.ThreadPoolExecutor(max(1, len(steps))) as pool:
+        waiting = [pool.submit(one, step) for step in shared]
+        holding.wait()  # all checks hold the lock: nothing is measured before they have ended
+        for future in [*waiting, *(pool.submit(one, step) for step in others)]:
+            future.result()
 
 
 def choose(steps: Iterable[Step], names: str | None) -> list[Step]:

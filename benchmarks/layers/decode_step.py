@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.layers import layer_programs
 from benchmarks.lib import options as command_options
-from benchmarks.lib import report
+from benchmarks.lib import report, turns
 from benchmarks.lib.verify import WrongResultError
 from benchmarks.peers import registry as peers
 from xen_moe_jax import cuda
@@ -93,9 +93,10 @@ def main(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
         truths = [plain_results(problem, config, weights) for problem in problems]
         for programs, truth in zip(compiling, truths, strict=True):
             for program in programs:
-                own = program is programs[0]
+                own, step = program is programs[0], program.result()
                 replays = options.replays if own else options.peer_replays
-                row = measure(program.result(), weights, truth, replays, options.replay_seconds, own)
+                with turns.alone(options.lock):
+                    row = measure(step, weights, truth, replays, options.replay_seconds, own)
                 batch = [r for r in document["results"] if r["tokens"] == row["tokens"]]
                 row["times_own"] = row["us_median"] / (batch[0] if batch else row)["us_median"]
                 document["results"].append(row)

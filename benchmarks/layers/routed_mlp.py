@@ -1,10 +1,12 @@
 """The routed MLP beside its experts alone, on every Hopper GPU of the process: times, and every kernel by the profiler.
 
-    python benchmarks/layers/routed_mlp.py [--only Qwen3-30B-A3B] [--json FILE]
+    python benchmarks/layers/routed_mlp.py [--only Qwen3-30B-A3B] [--float8] [--json FILE]
 
 Ways: `moe_mlp` as it is, whose matmuls gather on one rank ("gathered"); the same with rows that a dispatch puts in
-order ("dispatched"); the experts alone, on these groups and on groups of equal size. A time is the median over rounds,
-in each of which the ways take turns, of calls queued at once. Results of the first two ways are compared bit for bit.
+order ("dispatched"); the experts alone, on these groups and on groups of equal size. With --float8 the experts are in
+fp8: the layer's rows come by an fp8 wire, and those of the experts alone are quantized before the clock starts. A time
+is the median over rounds, in each of which the ways take turns, of calls queued at once. Results of the first two ways
+are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
 from benchmarks.lib import profile, turns
-from xen_moe_jax.experts import gathered, mlp
+from xen_moe_jax.experts import float8, gathered, mlp
+from xen_moe_jax.experts.arrived import ArrivedRows
 from xen_moe_jax.experts.function import ExpertFunction
 
 Shape = tuple[int, int, int, int, bool]
@@ -49,9 +52,9 @@ NAMES = ("gate", "up", "down")
 
 
 class Programs:
-    """A shape's operands, and its programs by (what, way)."""
+    """A shape's operands, and its programs by (what, way). `in_float8`: its experts are in fp8."""
 
-    def __init__(self, shape: Shape, tokens: int) -> None:
+    def __init__(self, shape: Shape, tokens: int, in_float8: bool = False) -> None:
         hidden, width, self.experts, top_k, biased = shape
         self.ranks = jax.device_count()
         rows, local = int(CAPACITY_FACTOR * tokens * top_k), self.experts // self.ranks
@@ -60,7 +63,12 @@ class Programs:
             "capacity": rows,
             "activation": "clipped_swiglu" if biased else "swiglu",
         }
-        self.function = ExpertFunction(activation=self.options["activation"], expert_bias=biased)
+        matmul: Any = "auto"
+        if in_float8:
+            self.options |= {"experts": float8.DTYPE, "wire": float8.DTYPE}
+            matmul = float8.automatic
+        activation = self.options["activation"]
+        self.function = ExpertFunction(activation=activation, expert_bias=biased, grouped_matmul=matmul)
 
         @functools.partial(jax.jit, out_shardings=jax.NamedSharding(jax.sharding.get_mesh(), P("ep")))
         def draw() -> Any:
@@ -84,11 +92,13 @@ class Programs:
             "experts, equal groups": jnp.full(self.experts, tokens * top_k // local, jnp.int32),
         }
         self.compiling: dict[tuple[str, str], Callable[[], Callable[[], Any]]] = {}
-        for way in ("gathered", "dispatched") if self.ranks == 1 else ("dispatched",):
+        by_gathering = self.ranks == 1 and not in_float8
+        for way in ("gathered", "dispatched") if by_gathering else ("dispatched",):
             with mock.patch.object(gathered, "takes", gathered.takes if way == "gathered" else lambda *_: False):
                 self._add(way, self._layer, (self.idx, self.biases), self.arrays, self.cotangent)
+        arrived = jax.jit(xm.quantize)(self.rows) if in_float8 else None
         for way, sizes in self.sizes.items():
-            self._add(way, self._experts, (sizes, self.biases), (self.rows, *self.arrays[2:]), self.rows)
+            self._add(way, self._experts, (sizes, self.biases, arrived), (self.rows, *self.arrays[2:]), self.rows)
 
     def _layer(self, fixed: Any, x: Any, weights: Any, *matrices: Any) -> jax.Array:
         def body(x: Any, idx: Any, weights: Any, *rest: Any) -> jax.Array:
@@ -99,7 +109,8 @@ class Programs:
         return mapped(x, idx, weights, *matrices, biases)
 
     def _experts(self, fixed: Any, rows: Any, *matrices: Any) -> jax.Array:
-        def body(rows: Any, sizes: Any, biases: Any, *matrices: Any) -> jax.Array:
+        def body(rows: Any, sizes: Any, biases: Any, arrived: Any, *matrices: Any) -> jax.Array:
+            rows = rows if arrived is None else ArrivedRows(rows, arrived)
             weights = dict(zip(NAMES, matrices, strict=True))
             if biases is not None:
                 weights |= {f"{name}_bias": bias for name, bias in zip(NAMES, biases, strict=True)}
@@ -150,15 +161,16 @@ def differing(one: Any, other: Any) -> list[float]:
     return [float(jnp.mean(a != b)) for a, b in pairs]
 
 
-def measure(compiled: dict[tuple[str, str], Callable[[], Any]]) -> dict[str, Any]:
-    """Returns differences, times and kernels of a shape, for the forward pass and for both passes."""
+def measure(compiled: dict[tuple[str, str], Callable[[], Any]], profiled: bool) -> dict[str, Any]:
+    """Returns differences, times and, if `profiled`, kernels of a shape, for the forward pass and for both passes."""
     row: dict[str, Any] = {}
     for what in ("forward", "forward and backward"):
         calls = {way: call for (of, way), call in compiled.items() if of == what}
         row[what] = {"us median, min, max": times(calls)}
         if "gathered" in calls:
             row[what]["differing"] = differing(calls["gathered"](), calls["dispatched"]())
-        row[what]["kernels, us"] = {way: profile.kernels(call) for way, call in calls.items()}
+        if profiled:
+            row[what]["kernels, us"] = {way: profile.kernels(call) for way, call in calls.items()}
     return row
 
 
@@ -167,6 +179,8 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--only", nargs="+", choices=shapes(1), default=list(shapes(1)), metavar="SHAPE")
     parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--float8", action="store_true", help="experts in fp8, of the shapes without biases")
+    parser.add_argument("--no-profile", action="store_true", help="times alone")
     parser.add_argument("--lock", help="hold this file's lock while measuring: others may compile meanwhile")
     options = parser.parse_args()
     devices = jax.device_count()
@@ -174,11 +188,15 @@ def main() -> None:
     found: dict[str, Any] = {"machine": f"{devices} x {jax.devices()[0].device_kind}", "jax": jax.__version__}
     with futures.ThreadPoolExecutor(8) as pool:
         for name in options.only:
-            compiled = Programs(shapes(devices)[name], options.tokens).compile(pool)
+            shape = shapes(devices)[name]
+            if options.float8 and shape[-1]:  # the kernels in fp8 take no biases
+                continue
+            compiled = Programs(shape, options.tokens, options.float8).compile(pool)
+            key = f"{name}, experts in fp8" if options.float8 else name
             with turns.alone(options.lock):
-                found[name] = measure(compiled)
-            for what, row in found[name].items():
-                print(f"{name}, {what}: {row}", flush=True)
+                found[key] = measure(compiled, not options.no_profile)
+            for what, row in found[key].items():
+                print(f"{key}, {what}: {row}", flush=True)
             if options.json:  # other commands keep rows in the same file
                 kept = json.loads(options.json.read_text()) if options.json.exists() else {}
                 options.json.write_text(json.dumps(kept | found, indent=1) + "\n")

@@ -76,10 +76,16 @@ def several_thread_blocks(add: Add) -> None:
     add("--num-sms", type=positive, nargs="+", help="numbers of thread blocks, each measured")
 
 
+def lock(add: Add) -> None:
+    """Turns of processes that compile side by side."""
+    add("--lock", metavar="FILE", help="hold this file's lock while measuring: others may compile meanwhile")
+
+
 def timing(add: Add) -> None:
     """Numbers of calls and repeats."""
     add("--inner", type=positive, help="calls inside one compiled program (default by platform and size)")
     add("--repeats", type=positive, default=7, help="timed repeats, interleaved over programs")
+    lock(add)
 
 
 def ours(add: Add) -> None:
@@ -120,7 +126,6 @@ def layers(add: Add) -> None:
     """Whole layers."""
     add("--width", type=positive, help="features inside an expert (default 3/8 of hidden)")
     add("--ways", nargs="+", metavar="NAME", help="which ways to measure (default all)")
-    add("--lock", metavar="FILE", help="hold this file's lock while measuring")
 
 
 def decode_step(add: Add) -> None:
@@ -131,6 +136,7 @@ def decode_step(add: Add) -> None:
     add("--replays", type=positive, default=10_000, help="of the library's own step; all are checked")
     add("--peer-replays", type=positive, default=200, help="of the others, at the most")
     add("--replay-seconds", type=factor, default=600.0, help="of each program, at the most; fewer replays then")
+    lock(add)
 
 
 def jax_best(add: Add) -> None:

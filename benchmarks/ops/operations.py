@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 import xen_moe_jax as xm
-from benchmarks.lib import accounting, report, verify
+from benchmarks.lib import accounting, report, turns, verify
 from benchmarks.lib import options as command_options
 from benchmarks.lib import programs as loops
 from benchmarks.ops import overlap
@@ -28,17 +28,18 @@ def measure_programs(
     timed, errors = [], []
     report.progress(f"compiling {len(chosen)} programs")
     starts = timing.compile_all(chosen, problem, inner, options.unroll, with_memory=True)
-    for program, start in zip(chosen, starts, strict=True):
-        report.progress(f"preparing {program.name}: {program.operation}")
-        error = {}
-        if program.round_trip is not None:
-            error = {"max error": verify.check_round_trip(program, problem)}
-        elif program.name.startswith("xen_moe_jax"):
-            error = checks
-        errors.append(error)
-        timed.append(start())
-    report.progress(f"timing {len(timed)} programs, {options.repeats} repeats")
-    timing.measure(timed, options.repeats, progress=report.progress)
+    with turns.alone(options.lock):
+        for program, start in zip(chosen, starts, strict=True):
+            report.progress(f"preparing {program.name}: {program.operation}")
+            error = {}
+            if program.round_trip is not None:
+                error = {"max error": verify.check_round_trip(program, problem)}
+            elif program.name.startswith("xen_moe_jax"):
+                error = checks
+            errors.append(error)
+            timed.append(start())
+        report.progress(f"timing {len(timed)} programs, {options.repeats} repeats")
+        timing.measure(timed, options.repeats, progress=report.progress)
     rows = accounting.off_rank_rows(work, problem.topk_idx)
     results = []
     for entry, error in zip(timed, errors, strict=True):
@@ -74,10 +75,11 @@ def run(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
         "capacities": dataclasses.asdict(problem.caps),
         "symmetric_bytes_per_rank": symmetric_bytes(work, config),
     }
-    checks = own_checks(problem, config, options)
+    with turns.alone(options.lock):
+        checks = own_checks(problem, config, options)
+        if options.mode == "overlap":
+            return head | {"overlap": overlap.run(problem, config, options), "results": []}
     operations = command_options.operations(options)
-    if options.mode == "overlap":
-        return head | {"overlap": overlap.run(problem, config, options), "results": []}
     if options.mode == "sweep-sms":
         results = sweep(problem, config, operations, options, checks)
     else:

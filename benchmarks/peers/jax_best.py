@@ -1,7 +1,8 @@
 """`python -m benchmarks jax-best`: the library beside JAX's own collectives, each tuned as well as XLA's flags allow.
 
 Every setting of `jax_settings` runs in a process of its own with a time limit, and writes its figures as they come, so
-that a process that hangs or dies loses only its missing figures, and is reported as such. In a process the round trip
+that a process that hangs or dies loses only its missing figures, and is reported as such. With --lock it may wait long
+for its turn, and has no limit but that of all settings. In a process the round trip
 of every peer comes first, in the tokens' own dtype. The fastest peers, and those of a user who does not tune, are then
 timed further: dispatch and combine alone, and all operations with fp8 rows, as far as `--peer-operations` asks for
 them. A peer that a setting cannot run is listed with its error, and the next peers go on.
@@ -27,7 +28,7 @@ from concurrent import futures
 from typing import Any
 
 from benchmarks.lib import options as command_options
-from benchmarks.lib import report
+from benchmarks.lib import report, turns
 from benchmarks.peers.jax_settings import JAX_DEFAULT, OURS, SETTINGS, Setting
 from tools.children import bound
 
@@ -62,12 +63,14 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
     began = time.monotonic()
     for name in names:
         left = options.seconds - (time.monotonic() - began)
-        limit = min(left, SETTINGS[name].seconds or options.setting_seconds)
+        limit = left if options.lock else min(left, SETTINGS[name].seconds or options.setting_seconds)
         if limit < 15:  # a process needs that much to start and to compile
             document["left_out"].append(name)
             continue
         report.progress(f"== {name}, {limit:.0f} s at most")
-        entry, head = run_in_processes(name, options, limit)
+        # Several processes wait for one another on the devices, so that they cannot take turns each by itself.
+        with turns.alone(options.lock if SETTINGS[name].process_per_device else None):
+            entry, head = run_in_processes(name, options, limit)
         document["settings"][name] = entry | {
             "command": command,
             "time": head.get("time"),
@@ -135,6 +138,7 @@ def start(name: str, options: argparse.Namespace, part: pathlib.Path) -> list[su
         if getattr(options, argument) is not None:
             command += [f"--{argument.replace('_', '-')}", str(getattr(options, argument))]
     command += ["--deepseek-v3"] if options.deepseek_v3 else []
+    command += ["--lock", options.lock] if options.lock and not setting.process_per_device else []
     count = (options.ranks or visible_devices()) if setting.process_per_device else 1
     together = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(count)] if count > 1 else []
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -293,20 +297,21 @@ def measure(
 
     with futures.ThreadPoolExecutor(8 if names else 1) as pool:
         compiling = [pool.submit(compile_one, program) for program in chosen]
-    for program, future in zip(chosen, compiling, strict=True):
-        try:
-            start, check = future.result()
-            report.progress(f"{tokens} tokens, {dtype}: running {program.name}, {program.operation}")
-            entry = start()
-            error = {"max error": verify.check_round_trip(program, problem, check)} if check else {}
-        except Exception as problem_of_peer:  # XLA refuses in many ways; the table shows it
-            refused(program, problem_of_peer)
-            continue
-        timed.append(entry)
-        errors.append(error)
-    if timed:
-        report.progress(f"{tokens} tokens, {dtype}: timing {len(timed)} programs of {inner} calls")
-        timing.measure(timed, options.repeats)
+    with turns.alone(options.lock):
+        for program, future in zip(chosen, compiling, strict=True):
+            try:
+                start, check = future.result()
+                report.progress(f"{tokens} tokens, {dtype}: running {program.name}, {program.operation}")
+                entry = start()
+                error = {"max error": verify.check_round_trip(program, problem, check)} if check else {}
+            except Exception as problem_of_peer:  # XLA refuses in many ways; the table shows it
+                refused(program, problem_of_peer)
+                continue
+            timed.append(entry)
+            errors.append(error)
+        if timed:
+            report.progress(f"{tokens} tokens, {dtype}: timing {len(timed)} programs of {inner} calls")
+            timing.measure(timed, options.repeats)
     rows = accounting.off_rank_rows(work, problem.topk_idx)
     for entry, error in zip(timed, errors, strict=True):
         try:

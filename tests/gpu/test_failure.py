@@ -30,20 +30,13 @@ PATIENT = xm.KernelConfig(backend="cuda", timeout_s=120.0)
 
 @pytest.fixture
 def mesh(gpu_mesh):
-    """A mesh over two GPUs; afterwards everything is usable again, whichever part the test has broken."""
-    mesh = gpu_mesh((2,), ("ep",))
+    """A mesh over four GPUs where there are, else two; afterwards everything is usable again, whichever part the test
+    has broken."""
+    mesh = gpu_mesh((4 if len(jax.devices()) >= 4 else 2,), ("ep",))
     yield mesh
     cuda.reset()
     xm.check()
     assert_round_trip(mesh, PATIENT)
-
-
-@pytest.fixture
-def widest_mesh(gpu_mesh):
-    """Over four GPUs where there are, else two."""
-    mesh = gpu_mesh((4 if len(jax.devices()) >= 4 else 2,), ("ep",))
-    yield mesh
-    cuda.reset()
 
 
 def assert_round_trip(mesh, config, **options):
@@ -192,7 +185,9 @@ def test_an_absent_rank_is_named_and_the_result_is_poisoned(mesh, operation):
     results = finish(program(*operands(mesh)))
     elapsed = time.monotonic() - began
     assert TIMEOUT_S * 0.9 < elapsed < TIMEOUT_S + 30.0
-    failure(rf"rank {ABSENT} \(GPU {ABSENT}\) did not start it", r"rank 0 gave up after [34]\.\d s", r"cuda\.reset\(\)")
+    failure(
+        rf"rank {ABSENT} \(GPU {ABSENT}\) did not start it", r"rank [0-3] gave up after [34]\.\d s", r"cuda\.reset\(\)"
+    )
     waiting = [a.addressable_shards[0].data for a in results]  # rank 0: the absent rank's are zeros of its own making
     assert_poisoned(waiting)
     if operation is a_quantized_dispatch:
@@ -292,10 +287,10 @@ def test_a_late_rank_is_waited_for(mesh):
     xm.check()
 
 
-def test_the_root_is_named_not_the_second(widest_mesh):
+def test_the_root_is_named_not_the_second(mesh):
     """Rank `last` is missing; all other ranks miss each other too, one operation later. Every rank must blame
     `last`."""
-    last = widest_mesh.size - 1
+    last = mesh.size - 1
 
     def body(x, idx, weights):
         def both():
@@ -304,7 +299,7 @@ def test_the_root_is_named_not_the_second(widest_mesh):
 
         return skipped_on(last, both, lambda: x)
 
-    finish(over(widest_mesh, body)(*operands(widest_mesh)))
+    finish(over(mesh, body)(*operands(mesh)))
     failure(rf"rank {last} \(GPU {last}\) did not start it")
 
 
@@ -340,7 +335,7 @@ def test_ranks_that_run_different_operations_are_told_apart_at_once(mesh, other)
     out = finish(program(*operands(mesh)))
     assert time.monotonic() - began < 10.0
     assert_poisoned(out)
-    failure("different operations under this number", r"rank 1 .*; rank 0 runs|rank 0 .*; rank 1 runs")
+    failure("different operations under this number", r"rank 1 .*; rank [023] runs|rank [023] .*; rank 1 runs")
 
 
 def test_two_calls_of_the_same_shapes_in_two_orders_are_told_apart(mesh):
@@ -456,7 +451,7 @@ def test_growth_that_fails_leaves_what_there_is(mesh):
     before = np.asarray(small(*args))
     large = programs.Sizes(tokens=1 << 20, hidden=32768, experts=16, top_k=4)
     shapes = [
-        jax.ShapeDtypeStruct((2 * large.tokens, n), d, sharding=jax.sharding.NamedSharding(mesh, EP))
+        jax.ShapeDtypeStruct((mesh.size * large.tokens, n), d, sharding=jax.sharding.NamedSharding(mesh, EP))
         for n, d in ((large.hidden, jnp.bfloat16), (large.top_k, jnp.int32), (large.top_k, jnp.float32))
     ]
     body = lambda x, idx, w: dispatch(x, idx, w, config, large, capacity=1024).num_dropped.reshape(1)  # noqa: E731

@@ -1,4 +1,4 @@
-"""Whole Flax layers on one and two GPUs: the dense layer's outputs and gradients, the bits of plain JAX's transport."""
+"""Whole Flax layers on one, two and four GPUs: outputs and gradients of the dense layer, bits of plain JAX's transport."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xen_moe_jax.experts import hopper
 from xen_moe_jax.flax import _chunks
 
 
-@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.gpu1), pytest.param(2, marks=pytest.mark.gpu2)])
+@pytest.fixture(params=[pytest.param(ranks, marks=getattr(pytest.mark, f"gpu{ranks}")) for ranks in (1, 2, 4)])
 def mesh(request, gpu_mesh):
     yield lambda config: gpu_mesh(*layers.axes_of(config, request.param))
     xm.check()

@@ -1,0 +1,252 @@
+"""The steps that four GPUs of one host run for `gpu_check.py --steps four`, most important first within a part.
+
+Checks of a part run side by side. Timings compile beside them and measure one after the other when no check runs: both
+hold the file `context.lock`, checks together and a timing alone (benchmarks/lib/turns.py). With --small every step runs
+in seconds, on one GPU too: a rehearsal of the commands, whose figures say nothing.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from typing import Any
+
+from tools.steps import Step
+
+ROOT = pathlib.Path(__file__).parents[1]
+PYTEST = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--durations=5", "-rN"]
+Commands = list[list[str]]
+
+
+def tests(path: str, *chosen: str, small: str = "") -> Any:
+    """Returns the function that gives a command for each of `chosen`, words of pytest's -k, or one command of all
+    tests; `small` is what a rehearsal runs. Without it a rehearsal collects the tests."""
+
+    def commands(context: Any) -> Commands:
+        if context.small and not small:
+            return [
+                [*PYTEST, "--collect-only", "-q", f"tests/gpu/{path}", "-k", " or ".join(map("({})".format, chosen))]
+            ]
+        wanted = (small,) if context.small and small else chosen
+        return [[*PYTEST, f"tests/gpu/{path}", *(["-k", words] if words else [])] for words in wanted or ("",)]
+
+    return commands
+
+
+def python(*words: str) -> list[str]:
+    return [sys.executable, "-m", *words]
+
+
+def native(context: Any, name: str, *arguments: str) -> list[str]:
+    """Runs a native program: the one in `--native`, or one that is built here first."""
+    if context.native and (context.native / name).exists():
+        return [str(context.native / name), *arguments]
+    made, kernels, target = context.scratch / name, context.scratch / "kernels", "-gencode=arch=compute_90a,code=sm_90a"
+    sources = {
+        "link_ceiling": "benchmarks/ops/link_ceiling.cu",
+        "kernel_variants": "benchmarks/ops/kernel_variants.cu",
+        "decode_variants": "benchmarks/ops/decode_variants.cu",
+        "native_paced": "tests/native/nodes/paced.cu tests/native/world.cu",
+    }
+    build = f"cd '{ROOT}'; [ -d '{kernels}' ] || tools/build_kernels.sh '{kernels}' {target}; "
+    build = "" if name == "link_ceiling" else build
+    objects = "" if name == "link_ceiling" else f"'{kernels}'/*.o"
+    compiled = f"nvcc -std=c++17 -O3 {target} -I. {sources[name]} {objects} -o '{made}'"
+    return ["bash", "-ec", f"cd '{ROOT}'; {build}{compiled}; '{made}' {' '.join(arguments)}"]
+
+
+def link(context: Any) -> Commands:
+    return [native(context, "link_ceiling", str(context.link_json))]
+
+
+def kernels_alone(context: Any) -> Commands:
+    """Small batches in CUDA graphs, then 4096, 128 and one token back to back."""
+    few = native(context, "decode_variants", str(context.out / "four-kernels-figures.json"), "short")
+    return [few, native(context, "kernel_variants", "four")]
+
+
+SMALL_SUITE = ("fp8 dispatch, bf16 combine", "decode 1")
+
+
+def suite(context: Any) -> Commands:
+    command = python("benchmarks", "suite", "gpu", "--json", str(context.out / "ops.json"), "--lock", context.lock)
+    ranks = ["--ranks", str(context.gpus)]
+    return [[*command, *ranks, *context.link_option(), *(["--only", *SMALL_SUITE] if context.small else [])]]
+
+
+JAX_SETTINGS = ("ours", "default", "one process per device", "user buffers")
+"""The settings of XLA under which JAX was ever fastest on four GPUs (docs/lab/benchmark_tables.md)."""
+
+
+def jax_best(context: Any) -> Commands:
+    if context.gpus < 2:  # nothing travels
+        return [python("benchmarks", "jax-best", "--help")]
+    command = python(
+        "benchmarks", "jax-best", "--platform", "gpu", "--deepseek-v3", "--repeats", "3", "--seconds", "400"
+    )
+    settings = JAX_SETTINGS[:1] if context.small else JAX_SETTINGS
+    return [[*command, "--lock", context.lock, "--settings", *settings, "--json", str(context.out / "jax_best.json")]]
+
+
+SHAPES = (
+    ("H 4096, I 1536, 64 experts",),
+    ("Qwen3-30B-A3B",),
+    ("gpt-oss, 64 experts a rank",),
+    ("DeepSeek-V3, 16 experts a rank",),
+)
+
+
+def routed_mlp(context: Any, *options: str, shapes: Any = SHAPES, name: str = "layers") -> Commands:
+    """A process for each shape."""
+    made = []
+    for number, shape in enumerate(shapes[1:2] if context.small else shapes):
+        command = python("benchmarks.layers.routed_mlp", "--lock", context.lock, *options, "--only", *shape)
+        command += ["--tokens", "512"] if context.small else []
+        made.append([*command, "--json", str(context.out / f"{name}_{number}.json")])
+    return made
+
+
+def in_float8(context: Any) -> Commands:
+    shapes = [shape for shape in SHAPES if "gpt-oss" not in shape[0]]  # the kernels in fp8 take no biases
+    return routed_mlp(context, "--float8", shapes=shapes, name="layers_float8")
+
+
+LAYER = "--platform gpu --tokens 4096 --hidden 4096 --experts 64 --top-k 8 --width 1536 --capacity-factor 1.25".split()
+
+
+def whole_layers(context: Any) -> Commands:
+    """The Flax layer beside JAX's own ways, and stacks of four."""
+    made = []
+    for mode, repeats in (("layer", "5"), ("model", "3")):
+        out = str(context.out / f"{mode}.json")
+        given = [*LAYER, "--ranks", str(context.gpus), "--inner", "20", "--repeats", repeats, "--lock", context.lock]
+        made.append(python("benchmarks", mode, *given, "--json", out))
+    return made[:1] if context.small else made
+
+
+def decode_mlp(context: Any) -> Commands:
+    command = python("benchmarks.layers.decode_mlp", "--lock", context.lock, "--json", str(context.out / "decode.json"))
+    return [[*command, *(["--only", "Qwen3-30B-A3B", "--no-profile"] if context.small else [])]]
+
+
+def train(context: Any) -> Commands:
+    command = python("benchmarks", "train", "--lock", context.lock, "--json", str(context.out / "train.json"))
+    steps = ["--steps", "2", "--warm-up", "1", "--layers", "2"] if context.small else ["--steps", "15", "--kernels"]
+    return [[*command, *steps]]
+
+
+def decode_step(context: Any) -> Commands:
+    """Ten thousand replays of two batches; JAX's ways beside them."""
+    command = python("benchmarks", "decode-step", "--platform", "gpu", "--hidden", "7168", "--experts", "128")
+    command += ["--top-k", "8", "--lock", context.lock, "--json", str(context.out / "decode_step.json")]
+    if context.small:
+        return [[*command, "--layers", "2", "--batches", "1", "--replays", "200", "--peers", "none"]]
+    peers = "padded all_to_all,all_gather + psum_scatter"
+    replays = ["--batches", "1", "32", "128", "--replays", "10000", "--peer-replays", "100", "--peers", peers]
+    return [[*command, *replays]]
+
+
+def processes(context: Any) -> Commands:
+    chosen = ["four_processes_every_case", "four_processes and not every_case", "late_process"]
+    if context.gpus < 4:
+        chosen = ["share_a_gpu and 2-low_latency"] if context.gpus < 2 else ["two_processes"]
+    return tests("test_processes.py", *chosen)(context)
+
+
+NODES_CLASSES = ("TwoNodesOfTwo and not Few", "FourNodesOfOne and not Few", "TwoNodesOfTwoFew", "FourNodesOfOneFew")
+NODES_REST = ("(2x2 or 4x1) and few_tokens", "(2x2 or 4x1) and test_large", "every_subset or data_parallel",
+              "(2x2 or 4x1) and not (few_tokens or test_large)")  # fmt: skip
+
+
+def node_processes(context: Any) -> Commands:
+    """A process a rank, with NCCL between virtual nodes. Each of the first four runs the whole table of cases."""
+    if context.gpus < 4:
+        return tests("test_node_processes.py", "2x1 and start_and_done and throughput")(context)
+    cases = [f"{shape} and every_case and {mode}" for shape in ("2x2", "4x1") for mode in ("throughput", "low_latency")]
+    rest = ["(2x2 or 4x1) and start_and_done", "(2x2 or 4x1) and every_subset", "(2x2 or 4x1) and bytes",
+            "server_goes_on or found or ((2x2 or 4x1) and stopped)"]  # fmt: skip
+    return tests("test_node_processes.py", *cases, *rest)(context)
+
+
+def slow_link(context: Any) -> Commands:
+    """Virtual nodes over a link of 50 GB/s, and what its puts alone take. On one GPU four ranks share it."""
+    made = []
+    for per_node in (2, 1):
+        given = ["--gpus", str(context.gpus), "--ranks", "4", "--per-node", str(per_node), "--rate", "50"]
+        given += ["--repeats", "5", "--blocks", "96" if context.gpus == 4 else "24"]
+        given += ["--tokens", "256"] if context.small else []
+        for mode in ("operations", "link-only"):
+            file = context.out / f"slow_link_4x{per_node}_{mode}.json".replace("4x", f"{4 // per_node}x")
+            made.append(native(context, "native_paced", *given, "--mode", mode, "--json", str(file)))
+    return made[:1] if context.small else made
+
+
+def profile(context: Any) -> Commands:
+    command = python("xen_moe_jax", "autotune", "--output", str(context.out / "profile.json"), "--seconds", "70")
+    return [[*command, *(["--tokens", "128", "--dtypes", "bfloat16", "--repeats", "2"] if context.small else [])]]
+
+
+def elastic(context: Any) -> Commands:
+    ranks, kills = ("4", "22") if not context.small else ("3", "2")
+    command = python("tests.elastic.serve_chaos", "--kernels", "--gpus", str(context.gpus), "--ranks", ranks)
+    return [[*command, "--kills", kills, "--seed", "37"]]
+
+
+LITTLE_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+
+def check(part: int, name: str, seconds: float, commands: Any, about: str, **changed: str) -> Step:
+    return Step(f"four{part}-{name}", seconds, commands, False, LITTLE_MEMORY | changed, about, together=True)
+
+
+def timing(part: int, name: str, seconds: float, commands: Any, about: str, turn: str = "own") -> Step:
+    return Step(f"four{part}-{name}", seconds, commands, False, LITTLE_MEMORY, about, together=turn == "own", turn=turn)
+
+
+STEPS = (
+    check(1, "conformance", 220,
+          tests("test_conformance.py", "TestFourRanks and not TestFourRanksT and not TestFourRanksL",
+                "TestFourRanksThroughput", "TestFourRanksLowLatency", "TestThreeRanksOddSizes",
+                small="TestOneRank and not Throughput and (grouped/uniform or gradients)"), "four ranks"),
+    check(1, "mlp", 220, tests("test_moe_mlp.py", "4", small="1 and (swiglu or placement)"), "values and gradients"),
+    check(1, "layers", 220, tests("test_layers.py", "4", small="1 and dense and swiglu"), "Flax layers"),
+    check(1, "halves", 220, tests("test_async.py", "FourRanks", "4 and not FourRanks",
+                                  small="1 and not OneRank and same_bits"), "start and done"),
+    check(1, "failure", 220, tests("test_failure.py", "absent or names or queued or late or root",
+                                   "not (absent or names or queued or late or root)"), "failures of four ranks"),
+    check(1, "processes", 240, processes, "a process a GPU"),
+    check(1, "active", 220, tests("test_active.py", "every_subset", "server or replicas", small="replicas"), "active="),
+    check(1, "meshes", 220, tests("test_meshes.py", "not large", "large"), "dp x ep, orders, shapes of DeepSeek"),
+    check(1, "graphs", 240, tests("test_graphs.py", "replays and not failure", "failure_in", "close_and or recompile",
+                                  "stress or loop"), "CUDA graphs"),
+    timing(2, "link", 40, link, "bare pushes over NVLink", "first"),
+    timing(2, "kernels", 60, kernels_alone, "kernels without JAX", "alone"),
+    timing(2, "ops", 420, suite, "dispatch, combine, round trip"),
+    timing(2, "jax", 420, jax_best, "JAX at its best"),
+    timing(3, "layers", 400, routed_mlp, "moe_mlp over its experts"),
+    timing(3, "float8", 400, in_float8, "the same with experts in fp8"),
+    timing(3, "train", 400, train, "a training step of 1 B parameters"),
+    timing(3, "decode", 400, decode_mlp, "moe_mlp of a decode step"),
+    timing(3, "flax", 400, whole_layers, "Flax layers beside JAX's ways"),
+    check(4, "nodes-nccl", 320, node_processes, "virtual nodes of processes over NCCL"),
+    check(4, "nodes", 320, tests("test_nodes.py", *NODES_CLASSES, *NODES_REST), "virtual nodes"),
+    timing(4, "slow-link", 120, slow_link, "a link of 50 GB/s", "alone"),
+    timing(4, "profile", 120, profile, "the tuner's profile", "alone"),
+    check(5, "elastic", 240, elastic, "a server of four processes", XLA_PYTHON_CLIENT_MEM_FRACTION="0.1"),
+    timing(3, "replays", 400, decode_step, "a decode step, 10,000 replays"),
+)  # fmt: skip
+
+
+def chosen(words: str) -> list[Step]:
+    """The steps of "four" (all), "four1" to "four5" (a part), or of names, between commas.
+
+    Raises:
+      SystemExit: a word is none of these.
+    """
+    found = []
+    for word in words.split(","):
+        steps = [step for step in STEPS if word in ("four", step.name, step.name.split("-")[0])]
+        if not steps:
+            raise SystemExit(f"--steps {word}: there are four, four1 to four5, and {[s.name for s in STEPS]}")
+        found += [step for step in steps if step not in found]
+    return [step for step in STEPS if step in found]
