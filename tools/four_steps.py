@@ -37,31 +37,40 @@ def python(*words: str) -> list[str]:
     return [sys.executable, "-m", *words]
 
 
-def native(context: Any, name: str, *arguments: str) -> list[str]:
-    """Runs a native program: the one in `--native`, or one that is built here first."""
-    if context.native and (context.native / name).exists():
-        return [str(context.native / name), *arguments]
-    made, kernels, target = context.scratch / name, context.scratch / "kernels", "-gencode=arch=compute_90a,code=sm_90a"
-    sources = {
-        "link_ceiling": "benchmarks/ops/link_ceiling.cu",
-        "kernel_variants": "benchmarks/ops/kernel_variants.cu",
-        "decode_variants": "benchmarks/ops/decode_variants.cu",
-        "native_paced": "tests/native/nodes/paced.cu tests/native/world.cu",
-    }
-    build = f"cd '{ROOT}'; [ -d '{kernels}' ] || tools/build_kernels.sh '{kernels}' {target}; "
-    build = "" if name == "link_ceiling" else build
-    objects = "" if name == "link_ceiling" else f"'{kernels}'/*.o"
-    compiled = f"nvcc -std=c++17 -O3 {target} -I. {sources[name]} {objects} -o '{made}'"
-    return ["bash", "-ec", f"cd '{ROOT}'; {build}{compiled}; '{made}' {' '.join(arguments)}"]
+TARGET = "-gencode=arch=compute_90a,code=sm_90a"
+NATIVE = {
+    "decode_variants": "benchmarks/ops/decode_variants.cu",
+    "kernel_variants": "benchmarks/ops/kernel_variants.cu",
+    "native_paced": "tests/native/nodes/paced.cu tests/native/world.cu",
+}
+"""Native programs and their sources; all are linked with the kernels."""
+
+
+def compiled(context: Any, name: str, sources: str, objects: str = "") -> str:
+    return f"nvcc -std=c++17 -O3 {TARGET} -I. {sources} {objects} -o '{context.scratch / name}'"
 
 
 def link(context: Any) -> Commands:
-    return [native(context, "link_ceiling", str(context.link_json))]
+    build = compiled(context, "link_ceiling", "benchmarks/ops/link_ceiling.cu")
+    return [["bash", "-ec", f"cd '{ROOT}'; {build}; '{context.scratch / 'link_ceiling'}' '{context.link_json}'"]]
+
+
+def native_programs(context: Any) -> Commands:
+    """Compiles the kernels for Hopper GPUs, then every program beside the others."""
+    kernels = context.scratch / "kernels"
+    lines = [f"cd '{ROOT}'; tools/build_kernels.sh '{kernels}' {TARGET}"]
+    objects = f"'{kernels}'/*.o"
+    lines += [f"{compiled(context, name, sources, objects)} &" for name, sources in NATIVE.items()]
+    return [["bash", "-ec", "\n".join([*lines, "wait"])]]
+
+
+def native(context: Any, name: str, *arguments: str) -> list[str]:
+    return [str(context.scratch / name), *arguments]
 
 
 def kernels_alone(context: Any) -> Commands:
     """Small batches in CUDA graphs, then 4096, 128 and one token back to back."""
-    few = native(context, "decode_variants", str(context.out / "four-kernels-figures.json"), "short")
+    few = native(context, "decode_variants", str(context.out / "kernels.json"), "short")
     return [few, native(context, "kernel_variants", "four")]
 
 
@@ -220,6 +229,7 @@ STEPS = (
     check(1, "graphs", 240, tests("test_graphs.py", "replays and not failure", "failure_in", "close_and or recompile",
                                   "stress or loop"), "CUDA graphs"),
     timing(2, "link", 40, link, "bare pushes over NVLink", "first"),
+    check(2, "native", 300, native_programs, "native programs are built"),
     timing(2, "kernels", 60, kernels_alone, "kernels without JAX", "alone"),
     timing(2, "ops", 420, suite, "dispatch, combine, round trip"),
     timing(2, "jax", 420, jax_best, "JAX at its best"),

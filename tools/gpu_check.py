@@ -47,7 +47,6 @@ class Context:
     build: str
     scratch: pathlib.Path
     small: bool = False
-    native: pathlib.Path | None = None
 
     @property
     def lock(self) -> str:
@@ -269,7 +268,6 @@ def main() -> int:
     )
     parser.add_argument("--gpus", type=int, help="default: as many as nvidia-smi lists")
     parser.add_argument("--small", action="store_true", help="with --steps four: a rehearsal of its commands")
-    parser.add_argument("--native", type=pathlib.Path, help="with --steps four: a folder of native programs, built")
     node_check.add_options(parser)
     options = parser.parse_args()
     if options.nodes:
@@ -285,7 +283,7 @@ def main() -> int:
         if options.wheels:
             install_wheels(options.wheels, pathlib.Path(scratch) / "wheels")
         gpus, where = options.gpus or count_gpus(), pathlib.Path(scratch)
-        context = Context(options.out.resolve(), gpus, options.build, where, options.small, options.native)
+        context = Context(options.out.resolve(), gpus, options.build, where, options.small)
         if four:
             return run_four(steps, context, options.budget - (time.monotonic() - began), log)
         need = 1 if all(step.name in ONE_GPU for step in steps) else 2
