@@ -110,6 +110,10 @@ def run_step(
     )
 
 
+STAGGER = 40.0
+"""Seconds."""
+
+
 @contextlib.contextmanager
 def turn(path: str, kind: str) -> Iterator[None]:
     """Holds the lock of `benchmarks.lib.turns`: with all others of the kind "shared", or "alone"; else nothing."""
@@ -122,8 +126,11 @@ def turn(path: str, kind: str) -> Iterator[None]:
 
 
 def side_by_side(steps: list[Step], seconds: float, run: Callable[[Step, float], None], lock: str) -> None:
-    """Calls `run(step, seconds that it has)` for all steps at once, in threads. Steps whose turn is "shared" run first,
-    and steps whose turn is "alone" wait for them; time spent waiting is not the step's own."""
+    """Calls `run(step, seconds that it has)` for all steps, in threads.
+
+    Steps whose turn is "own" start `STAGGER` later than checks: programs that start at once, and see all GPUs, wait for
+    one another in the driver.
+    """
     began = time.monotonic()
     shared = [step for step in steps if step.turn == "shared"]
     others = [step for step in steps if step.turn in ("alone", "own")]
@@ -141,6 +148,7 @@ def side_by_side(steps: list[Step], seconds: float, run: Callable[[Step, float],
     with futures.ThreadPoolExecutor(max(1, len(steps))) as pool:
         waiting = [pool.submit(one, step) for step in shared]
         holding.wait()  # all checks hold the lock: nothing is measured before they have ended
+        futures.wait(waiting, STAGGER)
         for future in [*waiting, *(pool.submit(one, step) for step in others)]:
             future.result()
 
