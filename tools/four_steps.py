@@ -151,10 +151,9 @@ def decode_step(context: Any) -> Commands:
 
 
 def processes(context: Any) -> Commands:
-    chosen = ["four_processes_every_case", "four_processes and not every_case or late_process"]
-    if context.gpus < 4:
-        chosen = ["share_a_gpu and 2-low_latency"] if context.gpus < 2 else ["two_processes"]
-    return tests("test_processes.py", *chosen)(context)
+    some = "share_a_gpu and 2-low_latency"
+    chosen = "four_processes_every_case", "four_processes and not every_case or late_process"
+    return tests("test_processes.py", *chosen, small=some)(context)
 
 
 NODES = (
@@ -170,7 +169,7 @@ NODES = (
 def node_processes(context: Any) -> Commands:
     """A process a rank, with NCCL between virtual nodes."""
     if context.gpus < 4:
-        return tests("test_node_processes.py", "2x1 and start_and_done and throughput")(context)
+        return tests("test_node_processes.py", small="2x1 and start_and_done and throughput")(context)
     of_modes = "every_case or start_and_done or every_subset"
     chosen = [f"{shape} and {mode} and ({of_modes})" for shape in ("2x2", "4x1") for mode in ("throughput", "low_lat")]
     return tests("test_node_processes.py", *chosen, "(2x2 or 4x1) and (bytes or stopped) or server or found")(context)
