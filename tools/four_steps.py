@@ -121,13 +121,20 @@ def in_float8(context: Any) -> Commands:
 LAYER = "--platform gpu --tokens 4096 --hidden 4096 --experts 64 --top-k 8 --width 1536 --capacity-factor 1.25".split()
 
 
+OURS = ("xen_moe_jax", "experts alone", "xen_moe_jax, weights in front", "xen_moe_jax, no capacity")
+WAYS = {
+    "layer": (*OURS, "xen_moe_jax, 2 chunks", "xen_moe_jax, fp8 wire", "all_gather + psum_scatter"),
+    "model": (*OURS, "all_gather + psum_scatter"),
+}
+
+
 def whole_layers(context: Any) -> Commands:
-    """The Flax layer beside JAX's own ways, and stacks of four."""
+    """The Flax layer beside JAX's own fastest way, and stacks of four."""
     made = []
     for mode, repeats in (("layer", "5"), ("model", "3")):
         out = str(context.out / f"{mode}.json")
         given = [*LAYER, "--ranks", str(context.gpus), "--inner", "20", "--repeats", repeats, "--lock", context.lock]
-        made.append(python("benchmarks", mode, *given, "--json", out))
+        made.append(python("benchmarks", mode, *given, "--ways", *WAYS[mode], "--json", out))
     return made[:1] if context.small else made
 
 

@@ -1,4 +1,4 @@
-"""Whole Flax layers on one, two and four GPUs: outputs and gradients of the dense layer, bits of plain JAX's transport."""
+"""Whole Flax layers on one, two and four GPUs: outputs and gradients of the dense layer, bits of plain JAX's way."""
 
 from __future__ import annotations
 
