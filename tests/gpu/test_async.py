@@ -25,12 +25,12 @@ class StartAndDone(conformance.Conformance):
     config = dataclasses.replace(CONFIG, channel=1)  # programs are cached by it: not one of whole operations
 
     @pytest.fixture(autouse=True)
-    def by_start_and_done(self, monkeypatch):
+    def by_start_and_done(self, monkeypatch, request):
         monkeypatch.setattr(xm, "dispatch", lambda *a, **k: xm.dispatch_done(xm.dispatch_start(*a, **k)))
         monkeypatch.setattr(xm, "combine", lambda *a, **k: xm.combine_done(xm.combine_start(*a, **k)))
-        before = launched(1)
         yield
-        assert launched(1) >= before  # asynchronous operations have memory of their own
+        if request.node.name.startswith("test_dispatch_and_combine"):
+            assert launched(1) > 0  # asynchronous operations have memory of their own
 
 
 def launched(channel: int) -> int:
