@@ -92,6 +92,20 @@ def layers(content: dict[str, Any]) -> list[str]:
     return [sizes, "", *table(columns, rows), *(["", *failed] if failed else [])]
 
 
+def routed_mlp() -> str:
+    """Table of `benchmarks/layers/routed_mlp.py` on four GPUs: medians in us, and the layer's over the experts' own."""
+    content = json.loads((RESULTS / "layer_h200x4.json").read_text())["moe_mlp"]
+    rows = []
+    for shape, found in content["us, median, least and most of a round"].items():
+        for what, ways in found.items():
+            layer, these, equal = (ways[w][0] for w in ("dispatched", "experts, these groups", "experts, equal groups"))
+            times = [f"{us:,.0f}" for us in (layer, these, equal)]
+            name = shape if what == FORWARD else ""
+            rows.append([name, what, *times, f"{layer / these:.2f}", f"{layer / equal:.2f}"])
+    columns = ["", "", "layer", "experts, these", "experts, equal", "over these", "over equal"]
+    return "\n".join(table(columns, rows))
+
+
 def nnx_layers(content: dict[str, Any]) -> list[str]:
     """Table of `python -m benchmarks nnx-layer`."""
     rows = []
@@ -224,6 +238,7 @@ def absent(what: str) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "whole layers": lambda: files("layer_*.json", layers, absent("python -m benchmarks layer")),
+    "moe_mlp on four GPUs": routed_mlp,
     "stacks of layers": lambda: files("model_h*.json", layers, absent("python -m benchmarks model")),
     "NNX layer": lambda: files("nnx_layer_*.json", nnx_layers, absent("python -m benchmarks nnx-layer")),
     "training": lambda: files("train_*.json", training, absent("python -m benchmarks train")),
