@@ -35,6 +35,7 @@ THOROUGH = (
     "tools/test_tpu_check.py::test_a_wrong_kernel_fails_the_step_and_the_next_one_runs",
     "tools/test_tpu_check.py::test_a_slow_kernel_is_named",
     "tools/test_tpu_check.py::test_several_hosts_check_together",
+    "tools/test_four_steps.py::test_every_selection_finds_tests",
     "tools/test_tpu_check_programs.py::test_each_kind_of_program_compiles",
     "benchmarks/test_tpu_static.py::test_the_counts_of_the_file_are_those_of_the_kernels",
     "tools/test_tpu_check_programs.py::test_what_is_timed_of_a_decode_compiles",
