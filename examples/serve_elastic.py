@@ -1,7 +1,7 @@
 """A server that outlives its ranks: requests in, tokens out, while ranks are killed and come back.
 
     python -m examples.serve_elastic --ranks 4 --seconds 30 --plot tokens.png     # kills a rank, and prints all PIDs
-    kill -9 PID                               # to kill another one by hand, which the front does not start again
+    kill -9 PID                               # to kill another one by hand; the front starts it again, too
 
 The front process hands each request to one rank and collects tokens. Every rank is a process with a JAX runtime of its
 own (`xm.elastic`), which decodes its requests with a small decoder: attention over its own KV cache, experts spread
@@ -34,6 +34,8 @@ ROWS, LENGTH = 4, 48
 BATCH = 64
 """Requests that `expected_tokens` decodes at the same time."""
 TIMEOUT_S = 20.0
+LEFT_OUT = 3
+"""Exit status of a rank without which the others went on."""
 
 
 # -- the checkpoint ----------------------------------------------------------------------------------------------------
@@ -139,18 +141,19 @@ def decode_step(dense, cache, tokens, positions, used, moe):
     return jnp.argmax(norm(x) @ dense["out"], axis=-1).astype(jnp.int32), cache
 
 
-def make_step(axis_name: str, kernels: bool):
+def make_step(axis_name: str, kernels: bool, timeout_s: float = TIMEOUT_S):
     """Returns the jitted step of a rank, `step(dense, experts, cache, tokens, positions, used, active, placement)`,
     which takes over `cache`'s memory.
 
-    `kernels`: True lets GPUs store into each other's memory; False sends rows through the host.
+    `kernels`: True lets GPUs store into each other's memory; False sends rows through the host. `timeout_s`: seconds
+    that kernels wait for a rank.
     """
     import jax
 
     import xen_moe_jax as xm
 
     if kernels:
-        config = xm.KernelConfig(backend="cuda", timeout_s=TIMEOUT_S)
+        config = xm.KernelConfig(backend="cuda", timeout_s=timeout_s)
     else:
         config = xm.KernelConfig(chunk_tokens=ROWS * TOP_K)  # all rows in one round: a round costs more than its rows
 
@@ -226,9 +229,17 @@ class Row:
 
 
 class Rank:
-    """The process of one rank."""
+    """The process of one rank. `timeout_s`: as in `elastic.Group`."""
 
-    def __init__(self, folder: pathlib.Path, ranks: int, slot: int, kernels: bool = False, gpus: int = 1) -> None:
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        ranks: int,
+        slot: int,
+        kernels: bool = False,
+        gpus: int = 1,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
         import jax
         import jax.numpy as jnp
         import numpy as np
@@ -247,14 +258,14 @@ class Rank:
         self.front = multiprocessing.connection.Client(str(folder / "front"), "AF_UNIX")
         self.front.send(slot)
         base = xm.balance.plan(np.ones(EXPERTS), num_ranks=ranks, slots_per_rank=SLOTS, min_replicas=1)
-        self.group = xm.elastic.Group(folder / "group", ranks, slot=slot, placement=base, timeout_s=TIMEOUT_S)
+        self.group = xm.elastic.Group(folder / "group", ranks, slot=slot, placement=base, timeout_s=timeout_s)
         self.dense = jax.tree.map(jnp.asarray, load_dense(folder))
         loaded = [self.load(int(e)) for e in self.group.experts]
         self.experts = {name: jnp.stack([e[name] for e in loaded], axis=1) for name in loaded[0]}
         self.put = jax.jit(
             lambda all_of, one, slot: jax.tree.map(lambda a, b: a.at[:, slot].set(b), all_of, one), donate_argnums=0
         )
-        self.run = make_step(self.group.axis_name, kernels)
+        self.run = make_step(self.group.axis_name, kernels, timeout_s)
         self.cache, self.rows, self.advanced, self.ending = empty_cache(), [None] * ROWS, [], False
         self.now_members()
         for slot_of_mine in range(SLOTS):  # warm up, alone
@@ -368,14 +379,34 @@ class Rank:
             self.engine.close()
 
 
+def rank_main(given: argparse.Namespace) -> None:
+    """Runs the process of one rank."""
+    import xen_moe_jax as xm
+
+    rank = Rank(given.folder, given.ranks, given.rank, given.kernels, given.gpus, given.timeout)
+    try:
+        rank.serve(given.start_with)
+    except xm.elastic.Evicted as error:
+        print(f"rank {given.rank}: {error}", flush=True)
+        os._exit(LEFT_OUT)  # the others go on in memory that this process has mapped, too: it touches nothing more
+
+
 # -- the front ---------------------------------------------------------------------------------------------------------
 
 
 class Front:
-    """Starts ranks, hands out requests, collects tokens, and knows which rank has which request."""
+    """Starts ranks, hands out requests, collects tokens, and knows which rank has which request. `timeout_s`: as in
+    `elastic.Group`."""
 
-    def __init__(self, folder: pathlib.Path, ranks: int, kernels: bool = False, gpus: int = 1) -> None:
-        self.folder, self.ranks, self.kernels, self.gpus = folder, ranks, kernels, gpus
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        ranks: int,
+        kernels: bool = False,
+        gpus: int = 1,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self.folder, self.ranks, self.kernels, self.gpus, self.timeout_s = folder, ranks, kernels, gpus, timeout_s
         self.listener = multiprocessing.connection.Listener(str(folder / "front"), "AF_UNIX", backlog=ranks)
         self.processes: dict[int, subprocess.Popen] = {}
         self.links: dict[int, multiprocessing.connection.Connection] = {}
@@ -394,15 +425,30 @@ class Front:
     def start(self, slot: int, start_with: int = 1) -> None:
         """Starts the process of a rank."""
         arguments = ["--rank", str(slot), "--folder", str(self.folder), "--ranks", str(self.ranks)]
-        arguments += ["--gpus", str(self.gpus)] + ["--kernels"] * self.kernels
+        arguments += ["--gpus", str(self.gpus), "--timeout", str(self.timeout_s)] + ["--kernels"] * self.kernels
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         if self.gpus > 1:
-            order = [(slot + i) % self.gpus for i in range(self.gpus)]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, order))
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.gpus)))).split(",")
+            order = [visible[(slot + i) % self.gpus] for i in range(self.gpus)]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(order)
         self.processes[slot] = subprocess.Popen(
             [sys.executable, __file__, *arguments, "--start-with", str(start_with)], env=environment
         )
         self.note("start", slot)
+
+    def restart(self) -> None:
+        """Starts the ranks again whose processes were killed, by hand or by the others. Nothing is started while the
+        group has no member.
+
+        Raises:
+          RuntimeError: a rank has ended with an error, which it would repeat.
+        """
+        for slot, process in self.processes.items():
+            status = process.poll()
+            if status is not None and slot not in self.links and self.members:
+                if status >= 0 and status != LEFT_OUT:
+                    raise RuntimeError(f"rank {slot} has ended by itself with status {status}")
+                self.start(slot)
 
     def note(self, kind: str, what: object) -> None:
         """Adds an event to the log."""
@@ -418,6 +464,7 @@ class Front:
     def kill(self, slot: int) -> None:
         """Kills the process of a rank, and notes it in the log."""
         self.processes[slot].kill()
+        self.members.discard(slot)
         self.note("kill", slot)
 
     def pump(self, seconds: float) -> None:
@@ -582,8 +629,7 @@ def _serve(front: Front, seconds: float) -> None:
         if not killed and time.monotonic() - began > seconds / 4:
             front.kill(victim)
             killed = True
-        elif killed and victim not in front.members and front.processes[victim].poll() is not None:
-            front.start(victim)
+        front.restart()
         back = killed and victim in front.members
 
 
@@ -639,9 +685,10 @@ if __name__ == "__main__":
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--start-with", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank is not None:
-        Rank(given.folder, given.ranks, given.rank, given.kernels, given.gpus).serve(given.start_with)
+        rank_main(given)
     else:
         outcome = main(given.ranks, given.seconds, given.plot, given.kernels, given.transfer, given.gpus)
         outcome["all right"] = outcome.pop("tokens") == outcome.pop("expected")

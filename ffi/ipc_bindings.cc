@@ -38,14 +38,18 @@ void BindIpc(nb::module_& m) {
     for (const auto& workspace : Registry::Get().All()) {
       Needs needs;
       std::string handles[2];
-      const auto shown = workspace->Shown(&needs);
-      if (shown.first == nullptr) continue;
-      WithoutGil([&] {
+      uint32_t epoch = 0;
+      const bool made = WithoutGil([&] {  // all of it waits for the driver, and throws MemoryError
+        const auto shown = workspace->Shown(&needs);
+        if (shown.first == nullptr) return false;
         handles[0] = ShowIpc(shown.first);
         if (shown.second != nullptr) handles[1] = ShowIpc(shown.second);
+        epoch = workspace->NewestEpoch();
+        return true;
       });
+      if (!made) continue;
       out.append(nb::make_tuple(NameOf(*workspace), Bytes(handles[0]), Bytes(handles[1]), needs.flag_bytes,
-                                needs.data_bytes, workspace->NewestEpoch()));
+                                needs.data_bytes, epoch));
     }
     return out;
   });

@@ -1,7 +1,10 @@
 """The server of `examples/serve_elastic.py` under fire: ranks that decode are killed at random moments and started
 again, and every token is compared with the token that one process without ranks computes.
 
-    JAX_PLATFORMS=cpu python -m tests.elastic.serve_chaos --kills 60 --seed 1
+    JAX_PLATFORMS=cpu python -m tests.elastic.serve_chaos --kills 60 --seed 1 [--stops]
+
+With `--stops`, members are also stopped at any moment: some wake soon, some after the others have gone on without them,
+and some are killed while they are stopped, by the others or by this program.
 
 A rank that is started compiles its programs, which takes seconds of a core: hundreds of kills take hours with this
 server, and a minute with `tests/elastic/chaos.py`, whose members have no programs.
@@ -14,10 +17,14 @@ import os
 import pathlib
 import random
 import shutil
+import signal
 import tempfile
 import time
 
 from tests.support import ROOT, quick_compiler
+
+SHORT_S = 1.5
+"""Time limit of a group whose members are stopped, seconds."""
 
 
 def example():
@@ -39,17 +46,20 @@ def run(
     gpus: int = 1,
     later: int = 0,
     plot: pathlib.Path | None = None,
+    stops: bool = False,
 ) -> dict:
     """Serves until `kills` ranks have been killed, or `seconds` have gone by. The last `later` of the ranks were never
     there when the group begins. `transfer`: ranks read experts from this process's memory, and ranks that start after
-    half of the kills from the checkpoint. `plot`: file for a picture (`serve_elastic.draw`).
+    half of the kills from the checkpoint. `plot`: file for a picture (`serve_elastic.draw`). `stops`: stops ranks, too.
 
     Returns:
       kills, joins, requests, tokens: their numbers. wrong: requests with another token than expected. fetched: experts
       that ranks have loaded because no rank that was left held them. ended: exit statuses of the ranks that were told
       to end. Lists of seconds: pause_s, from a kill to the next token; ready_s, from a rank's start to its being ready;
       let_in_s, from a newcomer's being ready to its first step; stopped_s, for which the other ranks stopped for it;
-      agreed_s, from a failed step to the next one.
+      agreed_s, from a failed step to the next one; with `stops` also left_out_s, from the stop of a rank without which
+      the others went on to the next token, and the numbers stops and starved: of the latter, ranks that were not
+      stopped, and without which the others went on all the same.
 
     Raises:
       RuntimeError: a rank ended by itself, or no token came for 60 s.
@@ -58,15 +68,18 @@ def run(
     rng = random.Random(seed)
     folder = pathlib.Path(tempfile.mkdtemp(prefix="xen_moe_serve_", dir="/dev/shm"))
     killed: list[float] = []
+    counts = {"stops": 0, "left_out": [], "starved": 0} if stops else {}
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")  # as servers do; not for calls of the host
     try:
         serve.make_checkpoint(folder)
         engine = serve.publish_experts(folder) if transfer else contextlib.nullcontext()
-        with engine, serve.Front(folder, ranks, kernels, gpus) as front:
+        with engine, serve.Front(folder, ranks, kernels, gpus, SHORT_S if stops else serve.TIMEOUT_S) as front:
             for slot in range(ranks - later):
                 front.start(slot, start_with=ranks - later)
             began = last = time.monotonic()
-            next_kill, dead, seen = 0.0, set(range(ranks - later, ranks)), 0
+            next_kill, seen = 0.0, 0
+            ended: set[int] = set()  # PIDs
+            stopped: dict[int, tuple[int, float, float]] = {}  # PID, when it was stopped, and when it goes on, by slot
             while len(killed) < kills and time.monotonic() - began < seconds or not front.done():
                 now = time.monotonic()
                 if transfer and len(killed) * 2 >= kills:
@@ -77,8 +90,18 @@ def run(
                         front.submit([rng.randrange(serve.VOCAB) for _ in range(1 + number % 5)], 8 + number % 40)
                 front.pump(0.01)
                 for slot, process in front.processes.items():
-                    if process.poll() is not None and slot not in dead:
-                        raise RuntimeError(f"rank {slot} has ended by itself with {process.returncode}")
+                    if process.poll() is not None and process.pid not in ended:
+                        if not stops or process.returncode not in (serve.LEFT_OUT, -signal.SIGKILL):
+                            raise RuntimeError(f"rank {slot} has ended by itself with {process.returncode}")
+                        ended.add(process.pid)
+                        pid, when, _ = stopped.pop(slot, (0, 0.0, 0.0))
+                        if pid == process.pid:
+                            counts["left_out"].append((slot, when))
+                        else:
+                            counts["starved"] += 1
+                for slot, (pid, _, until) in stopped.items():
+                    if now > until and pid not in ended:
+                        front.processes[slot].send_signal(signal.SIGCONT)
                 tokens = sum(what for _, kind, what in front.log[seen:] if kind == "tokens")
                 seen = len(front.log)
                 last = now if tokens or not front.where else last
@@ -87,21 +110,27 @@ def run(
                 spare = len(front.members) - least
                 if spare > 0 and now > next_kill and len(killed) < kills:
                     victims = rng.sample(sorted(front.members), min(spare, 1 + (rng.random() < 0.2)))
-                    starting = sorted({*front.processes} - front.members - dead)
+                    starting = sorted({s for s, p in front.processes.items() if p.poll() is None} - front.members)
                     if starting and rng.random() < 0.2:
                         victims.append(rng.choice(starting))
+                    next_kill = now + rng.random()
+                    if stops and rng.random() < 0.3:
+                        slot = victims[0]
+                        front.processes[slot].send_signal(signal.SIGSTOP)
+                        lasts = rng.choice((0.05, 0.5, 1.0, 2.0, 1e9 if kernels else 3.0)) * SHORT_S
+                        stopped[slot] = front.processes[slot].pid, now, now + lasts
+                        counts["stops"] += 1
+                        next_kill += rng.choice((0.0, lasts if lasts < 1e6 else 2 * SHORT_S))
+                        continue
                     for slot in victims:
                         front.kill(slot)
                         front.processes[slot].wait()
-                        front.members.discard(slot)
-                        dead.add(slot)
+                        ended.add(front.processes[slot].pid)
                         killed.append(now)
-                    next_kill = now + rng.random()
-                for slot in sorted(dead):
-                    if slot not in front.links and front.members:
-                        dead.discard(slot)
-                        front.start(slot)
-            result = _figures(serve, front, killed)
+                front.restart()
+                for slot in sorted({*range(ranks)} - {*front.processes}) if front.members else ():
+                    front.start(slot)
+            result = _figures(serve, front, killed, counts)
             result["ended"] = list(front.close().values())
         if plot is not None:
             serve.draw(front, plot)
@@ -110,7 +139,7 @@ def run(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _figures(serve, front, killed: list[float]) -> dict:
+def _figures(serve, front, killed: list[float], counts: dict) -> dict:
     right = serve.expected_tokens(front.folder, list(front.prompts.values()), list(front.totals.values()))
     wrong = [number for number, tokens in front.tokens.items() if tokens != right[number]]
     log = front.log
@@ -142,7 +171,14 @@ def _figures(serve, front, killed: list[float]) -> dict:
             elif lost:
                 agreed.append(seconds)
             members.add(slot)
+    left_out = []
+    for slot, when in counts.get("left_out", []):
+        change = next((i for i, (t, k, w) in enumerate(log) if t > when and k == "change" and slot in w[3]), len(log))
+        after = [t for t, k, w in log[change:] if k == "tokens" and w]
+        left_out += [after[0] - when] if after else []
     return {
+        **counts,
+        **({"left_out": len(counts["left_out"]), "left_out_s": left_out} if counts else {}),
         "kills": len(killed),
         "joins": len(let_in),
         "requests": len(front.tokens),
@@ -169,6 +205,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--later", type=int, default=0)
     parser.add_argument("--plot", type=pathlib.Path, metavar="FILE.png")
+    parser.add_argument("--stops", action="store_true")
     given = parser.parse_args()
     os.environ["XLA_FLAGS"] = f"{quick_compiler.FLAGS} --xla_backend_optimization_level=0 --xla_gpu_autotune_level=0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -182,8 +219,9 @@ def main() -> None:
         gpus=given.gpus,
         later=given.later,
         plot=given.plot,
+        stops=given.stops,
     )
-    for name in ("pause_s", "ready_s", "let_in_s", "stopped_s", "agreed_s"):
+    for name in [name for name, value in figures.items() if name.endswith("_s")]:
         values = sorted(figures[name]) or [float("nan")]
         figures[name] = {"median": values[len(values) // 2], "most": values[-1], "number": len(figures[name])}
     print(figures)
