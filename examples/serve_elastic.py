@@ -8,7 +8,9 @@ own (`xm.elastic`), which decodes its requests with a small decoder: attention o
 over all ranks, most of them with a replica. When a rank is killed, the others retract the step under way, agree on the
 ranks that are left, load the experts that have no replica from the checkpoint, and run the step again: the same
 program, the same tokens. The front gives the lost rank's requests, with the tokens that were delivered, to the other
-ranks. A rank that is started loads, compiles and warms up alone, and is let in between two steps.
+ranks. A rank that is started loads, compiles and warms up alone, and is let in between two steps. Ranks count tokens by
+expert; the front plans anew which rank holds which experts, and all ranks go over to that between two steps, with the
+same program.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ SLOTS = 4
 """Slots for experts on a rank: two ranks can hold all experts."""
 ROWS, LENGTH = 4, 48
 """Requests that a rank decodes at the same time, and tokens of the longest request."""
+COUNT_STEPS = 32
+"""Steps after which a rank tells the front how many tokens each expert has had."""
 BATCH = 64
 """Requests that `expected_tokens` decodes at the same time."""
 TIMEOUT_S = 20.0
@@ -103,14 +107,16 @@ def read_expert(engine, expert: int) -> dict:
 
 
 def empty_cache(rows: int = ROWS):
-    """Returns a cache for keys and values of all layers: zeros, float32 `[LAYERS, 2, rows, LENGTH, HIDDEN]`."""
+    """Returns what a step changes, all zeros: `kv`, keys and values of all layers, float32 `[LAYERS, 2, rows, LENGTH,
+    HIDDEN]`, and `counts`, int32 `[EXPERTS]`, in which each expert's tokens are added up."""
     import jax.numpy as jnp
 
-    return jnp.zeros((LAYERS, 2, rows, LENGTH, HIDDEN), jnp.float32)
+    return {"kv": jnp.zeros((LAYERS, 2, rows, LENGTH, HIDDEN), jnp.float32), "counts": jnp.zeros(EXPERTS, jnp.int32)}
 
 
 def decode_step(dense, cache, tokens, positions, used, moe):
-    """Returns the next token of each row, int32 `[rows]`, and the cache. A step that runs again returns the same.
+    """Returns the next token of each row, int32 `[rows]`, and the cache. A step that runs again returns the same, but
+    for the counts.
 
     Args:
       dense: the weights that `load_dense` returns.
@@ -122,23 +128,28 @@ def decode_step(dense, cache, tokens, positions, used, moe):
     import jax
     import jax.numpy as jnp
 
+    import xen_moe_jax as xm
+
     def norm(x):
         return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 
     rows = jnp.arange(len(tokens))
     visible = jnp.arange(LENGTH) <= positions[:, None]
     x = dense["embedding"][tokens] + dense["position"][positions]
+    kv, counts = cache["kv"], cache["counts"]
     for layer in range(LAYERS):
         query, key, value, out = dense["attention"][layer]
         h = norm(x)
-        cache = cache.at[layer, 0, rows, positions].set(h @ key).at[layer, 1, rows, positions].set(h @ value)
-        scores = jnp.einsum("bh,bsh->bs", h @ query, cache[layer, 0]) / HIDDEN**0.5
+        kv = kv.at[layer, 0, rows, positions].set(h @ key).at[layer, 1, rows, positions].set(h @ value)
+        scores = jnp.einsum("bh,bsh->bs", h @ query, kv[layer, 0]) / HIDDEN**0.5
         weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
-        x = x + jnp.einsum("bs,bsh->bh", weights, cache[layer, 1]) @ out
+        x = x + jnp.einsum("bs,bsh->bh", weights, kv[layer, 1]) @ out
         h = norm(x)
         chosen, experts = jax.lax.top_k(jax.nn.softmax(h @ dense["router"][layer], axis=-1), TOP_K)
-        x = x + moe(layer, h, jnp.where(used[:, None], experts, -1).astype(jnp.int32), chosen)
-    return jnp.argmax(norm(x) @ dense["out"], axis=-1).astype(jnp.int32), cache
+        experts = jnp.where(used[:, None], experts, -1).astype(jnp.int32)
+        x = x + moe(layer, h, experts, chosen)
+        counts = counts + xm.balance.count(experts, EXPERTS)
+    return jnp.argmax(norm(x) @ dense["out"], axis=-1).astype(jnp.int32), {"kv": kv, "counts": counts}
 
 
 def make_step(axis_name: str, kernels: bool, timeout_s: float = TIMEOUT_S):
@@ -267,6 +278,7 @@ class Rank:
         )
         self.run = make_step(self.group.axis_name, kernels, timeout_s)
         self.cache, self.rows, self.advanced, self.ending = empty_cache(), [None] * ROWS, [], False
+        self.counted = np.zeros(EXPERTS, np.int32)
         self.now_members()
         for slot_of_mine in range(SLOTS):  # warm up, alone
             self.put_expert(slot_of_mine, int(self.group.experts[slot_of_mine]))
@@ -308,8 +320,10 @@ class Rank:
         out, self.cache = self.run(self.dense, self.experts, self.cache, tokens, positions, used, *self.members)
         return jax.device_get(out)
 
-    def commit(self, out) -> None:
+    def commit(self, step: int, out) -> None:
         """Sends the step's tokens to the front, once the step is known to be good on every rank."""
+        import jax
+
         said, self.advanced = [], []
         for place, row in enumerate(self.rows):
             if row is None:
@@ -323,9 +337,16 @@ class Rank:
                 self.rows[place] = None
         if said:
             self.front.send(("tokens", said))
+        if step % COUNT_STEPS == 0:
+            counts = jax.device_get(self.cache["counts"])
+            self.front.send(("counts", (counts - self.counted).tolist()))
+            self.counted = counts
 
     def take_requests(self) -> bool:
-        """Takes new requests from the front. Returns False once the front has told this rank to end."""
+        """Takes new requests, and perhaps a plan, from the front. Returns False once the front has told this rank to
+        end."""
+        import xen_moe_jax as xm
+
         while self.front.poll():
             message = self.front.recv()
             if message is None:
@@ -333,6 +354,9 @@ class Rank:
             if message == "end":
                 self.ending = True
                 self.front.send(("ending",))
+                continue
+            if message[0] == "plan":  # for all ranks; the group tells them
+                self.group.rebalance(xm.balance.from_experts(message[1], EXPERTS))
                 continue
             self.rows[self.rows.index(None)] = Row(*message)
         return True
@@ -347,7 +371,8 @@ class Rank:
                 row.position -= 1
         self.advanced = []
         stopped = time.monotonic() - began
-        self.front.send(("change", change.view, change.joined, change.lost, len(change.fetch), stopped))
+        experts = self.group.placement.experts.tolist()
+        self.front.send(("change", change.view, change.joined, change.lost, len(change.fetch), stopped, experts))
         return change.step
 
     def serve(self, start_with: int) -> None:
@@ -371,7 +396,7 @@ class Rank:
                 began = time.monotonic()
                 step = self.adopt(self.group.recover(step), step, began)
                 continue
-            self.commit(out)
+            self.commit(step, out)
             step += 1
         self.group.close()
         xm.check()  # a group that is closed has no failure
@@ -407,6 +432,8 @@ class Front:
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.folder, self.ranks, self.kernels, self.gpus, self.timeout_s = folder, ranks, kernels, gpus, timeout_s
+        import xen_moe_jax  # noqa: F401  # `rebalance` needs it, and no token is taken while it is loaded
+
         self.listener = multiprocessing.connection.Listener(str(folder / "front"), "AF_UNIX", backlog=ranks)
         self.processes: dict[int, subprocess.Popen] = {}
         self.links: dict[int, multiprocessing.connection.Connection] = {}
@@ -418,9 +445,10 @@ class Front:
         self.members: set[int] = set()
         self.ending: set[int] = set()
         self.ended: dict[int, int] | None = None
+        self.counts, self.experts, self.planned = [0] * EXPERTS, None, 0
         self.log: list[tuple[float, str, object]] = []
         """Events: time, kind and content. Kinds are "tokens" (content: their number), "kill", "start", "ready",
-        "change" and "lost"."""
+        "change", "lost" and "plan" (content: rows of the busiest rank over their mean, before and after it)."""
 
     def start(self, slot: int, start_with: int = 1) -> None:
         """Starts the process of a rank."""
@@ -491,7 +519,9 @@ class Front:
 
     def _hear(self, slot: int, message: tuple) -> None:
         kind, *rest = message
-        if kind == "tokens":
+        if kind == "counts":
+            self.counts = [a + b for a, b in zip(self.counts, rest[0], strict=True)]
+        elif kind == "tokens":
             new = 0
             for request, place, token in rest[0]:
                 have = self.tokens[request]
@@ -502,11 +532,13 @@ class Front:
                         del self.where[request]
             self.note("tokens", new)
         else:
-            self.note(kind, (slot, *rest))
             if kind == "change":
+                self.experts = rest.pop()
                 self.members.add(slot)
+                self.planned += slot == min(self.members) and not rest[1] and not rest[2]
             elif kind == "ending":
                 self.ending.add(slot)
+            self.note(kind, (slot, *rest))
 
     def _lost(self, slot: int) -> None:
         self.links.pop(slot).close()
@@ -529,6 +561,24 @@ class Front:
                 self.links[slot].send((request, self.tokens[request], self.totals[request]))
             except OSError:
                 self._lost(slot)
+
+    def rebalance(self) -> None:
+        """Plans for the present members which rank holds which experts, from the tokens that were counted since the
+        last plan, and gives the plan to one of them. Does nothing where nothing was counted, or too few are left."""
+        import numpy as np
+
+        import xen_moe_jax as xm
+
+        if not any(self.counts) or len(self.members) * SLOTS < EXPERTS:
+            return
+        alive = np.asarray([slot in self.members for slot in range(self.ranks)])
+        plan = xm.balance.plan(self.counts, self.ranks, SLOTS, alive=alive)
+        both = [xm.balance.from_experts(self.experts, EXPERTS).without(alive), plan]
+        rows = [np.append(self.counts / np.maximum(one.num_replicas, 1), 0)[one.experts].sum(axis=1) for one in both]
+        self.note("plan", [float(one.max() / one[alive].mean()) for one in rows])
+        self.counts = [0] * EXPERTS
+        with contextlib.suppress(OSError):  # it has ended: the caller asks again
+            self.links[min(self.members)].send(("plan", plan.experts.tolist()))
 
     def done(self) -> bool:
         """Returns True if no request waits or is being decoded."""
@@ -584,7 +634,8 @@ def main(
     transfer: bool = False,
     gpus: int = 1,
 ) -> dict:
-    """Serves for about `seconds`: a rank is killed after a quarter of the time, and started again at once.
+    """Serves for about `seconds`: a rank is killed after a quarter of the time, and started again at once. When it has
+    come back, the experts are placed anew.
 
     `kernels`: see `make_step`. `transfer`: ranks read experts from this process (`publish_experts`). `gpus`: number of
     GPUs, which the ranks take in turn.
@@ -593,7 +644,8 @@ def main(
       `tokens` and `expected`: for each request the list of its tokens, and of the tokens that it should have.
       `pause_s`: the longest time without a token in the five seconds after the kill. `let_in_s`: seconds from the
       newcomer's being ready to its first step. `stopped_s`: the longest time for which another rank stopped for it.
-      `ended`: the exit statuses of the ranks.
+      `busiest`: rows of the busiest rank over their mean, before and after the new plan. `planned_s`: the longest time
+      for which a rank stopped for it. `ended`: the exit statuses of the ranks.
     """
     folder = pathlib.Path(tempfile.mkdtemp(prefix="xen_moe_serve_", dir="/dev/shm"))
     try:
@@ -618,10 +670,10 @@ def _serve(front: Front, seconds: float) -> None:
         if any(process.poll() is not None for process in front.processes.values()):
             raise RuntimeError("a rank has ended before it was ready")
     print("ranks:", {slot: process.pid for slot, process in front.processes.items()}, flush=True)
-    began, victim, killed = time.monotonic(), front.ranks - 1, False
+    began, victim, killed, asked = time.monotonic(), front.ranks - 1, False, 0.0
     back = False
-    while time.monotonic() - began < seconds or not back or not front.done():
-        if time.monotonic() - began < seconds or not back:
+    while time.monotonic() - began < seconds or not front.planned or not front.done():
+        if time.monotonic() - began < seconds or not front.planned:
             while len(front.waiting) < front.ranks:
                 number = len(front.tokens)
                 front.submit([number % VOCAB, (7 * number + 3) % VOCAB], 12 + number % 24)
@@ -631,6 +683,9 @@ def _serve(front: Front, seconds: float) -> None:
             killed = True
         front.restart()
         back = killed and victim in front.members
+        if back and not front.planned and time.monotonic() - asked > 5:
+            asked = time.monotonic()
+            front.rebalance()
 
 
 def _report(front: Front) -> dict:
@@ -640,18 +695,21 @@ def _report(front: Front) -> dict:
     after = [killed, *(t for t in times if killed < t < killed + 5)]
     ready = next(t for t, kind, what in front.log if kind == "ready" and t > killed)
     joined = next(t for t, kind, what in front.log if kind == "change" and t > ready)
-    stops = [w[-1] for t, kind, w in front.log if kind == "change" and t > ready and w[2] and w[0] != front.ranks - 1]
+    changes = [w for t, kind, w in front.log if kind == "change" and t > ready]
     return {
         "tokens": list(front.tokens.values()),
         "expected": expected,
         "pause_s": max(b - a for a, b in zip(after, after[1:], strict=False)),
         "let_in_s": joined - ready,
-        "stopped_s": max(stops),
+        "stopped_s": max(w[-1] for w in changes if w[2] and w[0] != front.ranks - 1),
+        "busiest": [what for _, kind, what in front.log if kind == "plan"][-1],
+        "planned_s": max(w[-1] for w in changes if not w[2] and not w[3]),
     }
 
 
 def draw(front: Front, path: str | pathlib.Path) -> None:
-    """Writes a picture of tokens per second over time, with kills, starts and the moments at which ranks were ready."""
+    """Writes a picture of tokens per second over time, with kills, starts, plans and the moments at which ranks were
+    ready."""
     from matplotlib.figure import Figure
 
     first = min(t for t, kind, _ in front.log if kind == "tokens")
@@ -663,13 +721,14 @@ def draw(front: Front, path: str | pathlib.Path) -> None:
     figure = Figure(figsize=(8, 3))
     axes = figure.subplots()
     axes.step([i * width for i in range(max(bins) + 1)], [bins[i] / width for i in range(max(bins) + 1)], where="post")
-    colors = {"kill": "red", "start": "gray", "ready": "green"}
+    colors = {"kill": "red", "start": "gray", "ready": "green", "plan": "blue"}
     events = [(t, kind, what) for t, kind, what in front.log if t >= first and kind in colors]
     for t, kind, what in events:
         axes.axvline(t - first, color=colors[kind], linestyle=":")
         if len(events) < 12:  # else names would cover each other
             rank = what[0] if isinstance(what, tuple) else what
-            axes.text(t - first, axes.get_ylim()[1], f"{kind} rank {rank}", rotation=90, va="top", fontsize=8)
+            text = kind if kind == "plan" else f"{kind} rank {rank}"
+            axes.text(t - first, axes.get_ylim()[1], text, rotation=90, va="top", fontsize=8)
     axes.set(xlabel="seconds", ylabel="tokens/s", ylim=(0, None))
     figure.savefig(path, bbox_inches="tight")
 

@@ -168,7 +168,7 @@ def in_a_job(size: str, rank: int, ranks: int, port: str, host: bool) -> dict[st
             return xm.combine(y, routed.handle, config=config)
 
         out, cache = serve.decode_step(dense, cache, tokens[0], positions[0], used[0], moe)
-        return out[None], cache[None]
+        return out[None], jax.tree.map(lambda a: a[None], cache)
 
     dense, experts = map(spread, weights(serve))
     tokens, steps = spread(inputs(serve)), {}
@@ -211,8 +211,9 @@ def run(size: str, what: str, ranks: int, gpus: int, host: bool) -> dict[str, An
             env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
             env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
             if not host:
-                order = [(rank + i) % gpus for i in range(gpus if what == "group" else 1)]
-                env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, order))
+                visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+                order = [visible[(rank + i) % gpus] for i in range(gpus if what == "group" else 1)]
+                env["CUDA_VISIBLE_DEVICES"] = ",".join(order)
             command = [sys.executable, __file__, "--what", what, "--rank", str(rank), "--where", where, "--size", size]
             command += ["--ranks", str(ranks), "--gpus", str(gpus if what == "group" else 1)] + ["--host"] * host
             processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))

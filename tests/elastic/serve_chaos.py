@@ -54,12 +54,13 @@ def run(
 
     Returns:
       kills, joins, requests, tokens: their numbers. wrong: requests with another token than expected. fetched: experts
-      that ranks have loaded because no rank that was left held them. ended: exit statuses of the ranks that were told
-      to end. Lists of seconds: pause_s, from a kill to the next token; ready_s, from a rank's start to its being ready;
-      let_in_s, from a newcomer's being ready to its first step; stopped_s, for which the other ranks stopped for it;
-      agreed_s, from a failed step to the next one; with `stops` also left_out_s, from the stop of a rank without which
-      the others went on to the next token, and the numbers stops and starved: of the latter, ranks that were not
-      stopped, and without which the others went on all the same.
+      that ranks have loaded because no rank that was left held them, or for a new plan. ended: exit statuses of the
+      ranks that were told to end. Lists of seconds: pause_s, from a kill to the next token; ready_s, from a rank's
+      start to its being ready; let_in_s, from a newcomer's being ready to its first step; stopped_s, for which the
+      other ranks stopped for it; planned_s, for which ranks stopped to place the experts anew; agreed_s, from a failed
+      step to the next one. With `stops` also left_out_s, from the stop of a rank without which the others went on to
+      the next token, and the numbers stops and starved: of the latter, ranks that were not stopped, and without which
+      the others went on all the same.
 
     Raises:
       RuntimeError: a rank ended by itself, or no token came for 60 s.
@@ -127,6 +128,8 @@ def run(
                         front.processes[slot].wait()
                         ended.add(front.processes[slot].pid)
                         killed.append(now)
+                if rng.random() < 0.01:
+                    front.rebalance()
                 front.restart()
                 for slot in sorted({*range(ranks)} - {*front.processes}) if front.members else ():
                     front.start(slot)
@@ -143,7 +146,7 @@ def _figures(serve, front, killed: list[float], counts: dict) -> dict:
     right = serve.expected_tokens(front.folder, list(front.prompts.values()), list(front.totals.values()))
     wrong = [number for number, tokens in front.tokens.items() if tokens != right[number]]
     log = front.log
-    members, pauses, let_in, stopped, agreed = set(), [], [], [], []
+    members, pauses, let_in, stopped, agreed, planned = set(), [], [], [], [], []
     fetched, ready, started, took, begun = 0, {}, {}, [], None
     for place, (when, kind, what) in enumerate(log):
         if kind == "kill" and what in members:
@@ -170,6 +173,8 @@ def _figures(serve, front, killed: list[float], counts: dict) -> dict:
                 stopped.append(seconds)
             elif lost:
                 agreed.append(seconds)
+            else:
+                planned.append(seconds)
             members.add(slot)
     left_out = []
     for slot, when in counts.get("left_out", []):
@@ -190,6 +195,7 @@ def _figures(serve, front, killed: list[float], counts: dict) -> dict:
         "let_in_s": let_in,
         "stopped_s": stopped,
         "agreed_s": agreed,
+        "planned_s": planned,
         "seconds": log[-1][0] - log[0][0],
     }
 

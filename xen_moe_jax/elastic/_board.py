@@ -23,9 +23,9 @@ from xen_moe_jax.backends.cuda import liveness
 BOARD_BYTES = 4096
 PROPOSAL, URGENT, WAITING, CHANGE = range(4)
 """Indices of the board's words, each a uint64. `PROPOSAL`: number of the newest proposal. `URGENT`: number of the
-newest proposal that interrupts steps under way. `WAITING`: 1 while a process waits to be let in. `CHANGE`: the view,
-modulo 2**24, and in the lowest `STEP_BITS` the step at whose beginning that process is let in; 0 where no change is
-planned."""
+newest proposal that interrupts steps under way. `WAITING`: 1 while a process waits to be let in, or a member wants
+another placement. `CHANGE`: the view, modulo 2**24, and in the lowest `STEP_BITS` the step at whose beginning the view
+changes; 0 where no change is planned."""
 STEP_BITS = 40
 LEFT = 16
 """Index `LEFT + s` is the word of slot `s`: the number of the newest claim of this slot whose process has left."""

@@ -28,10 +28,11 @@ ROOM_S = 600.0
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A change of a group's members. `view` and `step` are the same on all members; the other attributes may differ.
+    """A change of a group's members or of its placement. `view` and `step` are the same on all members; the other
+    attributes may differ.
 
     Attributes:
-      view: number of the new set of members; each set has a larger number than the one before.
+      view: its number; each change has a larger one than the change before.
       step: the step that all members run next. It is the step that this process was to run, or the step before where a
         member had not completed that one: then run it again, and deliver nothing of it twice. For a newcomer it is the
         members' step.
@@ -117,6 +118,7 @@ class Group:
         self.axis_name = axis_name
         self._timeout_s = float(timeout_s)
         self._base = self.placement = placement
+        self._wanted: Placement | None = None
         self._failure = ""
         self._failing = threading.Lock()
         self._closed = False
@@ -203,7 +205,8 @@ class Group:
           step: number of the step that this process runs next.
 
         Returns:
-          `Change`; None where nothing has changed, which takes the reading of three words of memory.
+          `Change`, also where only the placement changes (`rebalance`); None where nothing has changed, which takes the
+          reading of three words of memory.
 
         Raises:
           elastic.Evicted: the other members have gone on without this process.
@@ -213,10 +216,38 @@ class Group:
         """
         self._open("boundary")
         self._loaded = self._held
+        if self._wanted is not None:
+            self._membership.ask()
         if not self._membership.due(step):
             return None
         self._membership.propose(urgent=False)
-        return self._settle(step)
+        return self._settle(step, self._wanted)
+
+    def rebalance(self, placement: Placement) -> None:
+        """Lets all members hold the experts as `placement` says, from one of the next steps on. Waits for nothing: a
+        `Change` of every member then names what it must load. One member calls it, any one, and does so again where it
+        died before.
+
+        Args:
+          placement: of the same experts, ranks and slots as that of the group, such as `balance.plan` for the members
+            (`alive=group.active()`). Ranks that are no members hold nothing, and an expert that no member would hold is
+            given to one, as by `balance.repair`.
+
+        Raises:
+          TypeError, ValueError: `placement` is not such a placement, or the group was opened without one.
+          RuntimeError: the group is closed.
+        """
+        caller = "elastic.Group.rebalance"
+        self._open("rebalance")
+        if self._base is None:
+            raise ValueError(f"{caller}: the group has no placement: open it with one")
+        _validate.placement(placement, self._base.num_experts, self.num_ranks, caller)
+        if placement.slots_per_rank != self._base.slots_per_rank:
+            raise ValueError(
+                f"{caller}: placement has slots_per_rank={placement.slots_per_rank}: must be that of the group, "
+                f"{self._base.slots_per_rank}"
+            )
+        self._wanted = jax.tree.map(np.asarray, placement)
 
     def recover(self, step: int) -> Change:
         """Agrees on the next set of members with the members that are left, and makes the group usable again.
@@ -238,12 +269,17 @@ class Group:
         self._membership.propose(urgent=True)
         return self._settle(step)
 
-    def _settle(self, step: int) -> Change:
-        """Arrives at the newest proposal as a member that is to run `step` next, and adopts the view that follows."""
-        share = b"" if self.placement is None else np.asarray(self.placement.experts, np.int32).tobytes()
+    def _settle(self, step: int, wanted: Placement | None = None) -> Change:
+        """Arrives at the newest proposal as a member that is to run `step` next, and adopts the view that follows, in
+        which the experts are to be as in `wanted`, if that is given."""
+        given = self.placement if wanted is None else wanted
+        share = b"" if given is None else np.asarray(given.experts, np.int32).tobytes()
         step = _validate.integer(step, "step", "elastic.Group", minimum=0)
         with self._changing:
-            return self._adopt(self._membership.settle(step, share))
+            settled = self._membership.settle(step, share, wanted=wanted is not None)
+            if wanted is not None and settled.share == share:
+                self._wanted = None
+            return self._adopt(settled)
 
     def _adopt(self, settled: Settled) -> Change:
         """Goes on as a member of the view `settled`: exchanges with its members, forgets the failure, and computes the

@@ -47,7 +47,7 @@ class Settled:
       number, members: number and slots of the view.
       joined, lost: slots whose processes came or went since this process's view before.
       step: the lowest step that an old member was to run next; 0 where no member is old.
-      share: bytes that the old member with the lowest slot gives to all; empty where no member is old.
+      share: bytes that an old member gives to all; empty where no member is old.
     """
 
     number: int
@@ -282,6 +282,10 @@ class Membership:
 
     # -- agreeing ------------------------------------------------------------------------------------------------------
 
+    def ask(self) -> None:
+        """Lets the members change the view at one of the next boundaries, as for a process that waits."""
+        self._board.words[WAITING] = 1
+
     def propose(self, *, urgent: bool) -> None:
         """Proposes the next view, of all living members and all ready processes, unless another process already has.
         `urgent`: interrupts steps under way, and lets no process in while a member lives."""
@@ -316,13 +320,15 @@ class Membership:
         fence()
         words[CHANGE], words[WAITING] = 0, int(any(c["ready"] for c in state["claims"].values()))
 
-    def settle(self, step: int, share: bytes, *, old: bool = True) -> Settled:
+    def settle(self, step: int, share: bytes, *, old: bool = True, wanted: bool = False) -> Settled:
         """Arrives at the newest proposal, and returns the view once all processes that it names have arrived.
 
         Args:
           step: the step that this process is to run next.
-          share: bytes for all members; those of the old member with the lowest slot count.
+          share: bytes for all members. Those of an old member count, of one with `wanted` if there is any; among
+            several, those of the lowest slot.
           old: whether this process was a member before.
+          wanted: whether `share` is to count.
 
         Raises:
           Evicted: the newest proposal does not name this process.
@@ -346,6 +352,7 @@ class Membership:
             self._identities = members
             shown = None if self.memory is None else self.memory.arrive()
             says = {"old": old, "step": step, "share": base64.b64encode(share).decode(), "memory": shown}
+            says["wanted"] = wanted
             self._board.put(f"arrived.{number}.{self.slot}", says)
             arrived = self._await("arrived", number, sorted(members))
             if arrived is None:
@@ -361,14 +368,14 @@ class Membership:
         for path in self._board.folder.glob(f"a*.*.{self.slot}"):
             if int(path.name.split(".")[1]) < number - 1:  # others may still read the newest two
                 path.unlink(missing_ok=True)
-        lowest = olds[min(olds)] if olds else {"share": ""}
+        gives = olds[min(olds, key=lambda s: (not olds[s]["wanted"], s))] if olds else {"share": ""}
         return Settled(
             number,
             self.members,
             joined=tuple(s for s in self.members if before.get(s) != members[s]),
             lost=tuple(s for s, identity in before.items() if members.get(s) != identity),
             step=min((a["step"] for a in olds.values()), default=0),
-            share=base64.b64decode(lowest["share"]),
+            share=base64.b64decode(gives["share"]),
         )
 
     def _shut_out(self, slot: int, identity: str) -> None:
