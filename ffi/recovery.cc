@@ -68,7 +68,8 @@ void Recovery::Quiet(double seconds) {
   Interrupt(seconds);
   if (persistent_.made() && !persistent_.WaitIdle(seconds)) {
     Refuse("a GPU of this process was still busy after " + std::to_string(static_cast<int>(seconds)) +
-           " s, not with an operation of this library: those have been told to end");
+           " s, not with an operation of this library: those have been told to end. Wait until no program runs, and "
+           "call group.recover(step) again");
   }
 }
 

@@ -7,6 +7,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -150,12 +151,12 @@ def test_a_slot_that_is_taken_again_does_not_call_back_the_process_that_left(ope
 class Memory:
     """Takes the place of `backends.cuda.members.Members`."""
 
-    def __init__(self, sizes):
-        self.sizes, self.adopted, self.left, self.told = sizes, [], 0, []
+    def __init__(self, sizes, operations=()):
+        self.sizes, self.operations, self.adopted, self.left, self.told = sizes, operations, [], 0, []
         self.text = ""
 
     def programs(self):
-        return self.sizes
+        return {"memory": self.sizes, "operations": list(self.operations)}
 
     def arrive(self):
         return []
@@ -180,8 +181,8 @@ class Memory:
         return self.text
 
 
-def with_memory(group, sizes):
-    group._kernels = group._membership.memory = Memory(sizes)
+def with_memory(group, sizes, operations=()):
+    group._kernels = group._membership.memory = Memory(sizes, operations)
     return group
 
 
@@ -197,6 +198,40 @@ def test_a_newcomer_with_other_programs_is_refused_alone(open_group):
     assert member._kernels.adopted == [(1, [0])]
 
 
+def noted(monkeypatch, *operations):
+    """Returns what a process notes when it lowers operations: pairs of a target and its attributes."""
+    monkeypatch.setattr(members.Alone, "here", members.Alone())
+    for target, attributes in operations:
+        members.note(target, [np.zeros((4, 8), np.float32)], attributes)
+    return sorted(members.Alone.here.operations)
+
+
+LAYER = (("xen_moe_dispatch", {"top_k": 2, "site": 5, "timeout_ns": 9}), ("xen_moe_combine", {"top_k": 2, "site": 6}))
+
+
+@pytest.mark.parametrize(
+    ("mine", "text"),
+    [
+        (LAYER, None),
+        ([("xen_moe_dispatch", {"top_k": 2, "site": 5, "timeout_ns": 8})], None),
+        ([*LAYER, ("xen_moe_combine", {"top_k": 2, "site": 7})], None),
+        ([("xen_moe_dispatch", {"top_k": 4, "site": 7}), LAYER[1]], "operation dispatch has top_k=4 here and 2 there"),
+        (
+            [("xen_moe_dispatch", {"top_k": 2, "site": 7}), LAYER[1]],
+            "operation dispatch is at another place of a program",
+        ),
+        ([("xen_moe_exchange", {"site": 7})], "operation exchange has operation=exchange here and "),
+    ],
+)
+def test_a_newcomer_whose_kernels_differ_in_memory_of_equal_sizes_is_refused_alone(open_group, monkeypatch, mine, text):
+    member = with_memory(open_group(), {}, noted(monkeypatch, *LAYER))
+    member.join()
+    newcomer = with_memory(open_group(), {}, noted(monkeypatch, *mine))
+    with pytest.raises(ValueError if text else TimeoutError, match=text or "was not let in"):
+        newcomer.join(timeout_s=0.01)
+    assert member.active().tolist() == [True, False, False]
+
+
 @pytest.mark.parametrize(("mine", "refused"), [([2, 3], False), ([], False), ([2], False), ([2, 4], True)])
 def test_a_newcomer_with_other_exchanges_is_refused_alone(open_group, mine, refused):
     member, newcomer = open_group(), open_group()
@@ -206,7 +241,7 @@ def test_a_newcomer_with_other_exchanges_is_refused_alone(open_group, mine, refu
     member.join()
     with contextlib.ExitStack() as stack:
         if refused:
-            text = "1 exchanges that the group does not have, and 1 that it lacks"
+            text = "1 exchanges that the group does not have, and 1 that it has"
             stack.enter_context(pytest.raises(ValueError, match=text))
         else:
             stack.enter_context(pytest.raises(TimeoutError, match="was not let in"))
@@ -288,7 +323,7 @@ def test_a_view_begins_after_every_operation_of_its_members(epochs, following):
     memory = members.Members.__new__(members.Members)
     memory._rank, memory._num_ranks, memory._alone, memory._view = 0, 3, members.Alone(), 1
     memory._compiled = Compiled([("3 ranks, channel 0", b"mail", b"stage", 64, 4096, epochs[0])])
-    assert memory.programs() == {"3 ranks, channel 0": [64, 4096]}
+    assert memory.programs() == {"memory": {"3 ranks, channel 0": [64, 4096]}, "operations": []}
     mine = memory.arrive()
     theirs = [[*mine[0][:5], epochs[1]]]
     memory.adopt(9, {0: mine, 2: theirs})
@@ -333,6 +368,33 @@ def test_experts_whose_loading_failed_are_named_again(open_group):
     assert change.fetch == ((2, 2), (3, 3))
     assert group.boundary(change.step) is None  # they are loaded
     assert group.recover(change.step).fetch == ()
+
+
+def test_a_new_placement_while_the_members_serve(open_group):
+    base = balance.from_experts(np.array([[0, 1, -1, -1], [2, 3, -1, -1]], np.int32), 4)
+    wanted = balance.from_experts(np.array([[3, 2, 1, 0], [0, 1, 2, 3]], np.int32), 4)
+    group = open_group(2, placement=base)
+    group.join()
+    assert group.boundary(0) is None  # slots 2 and 3 are loaded
+    group.rebalance(wanted)
+    assert group.recover(0).fetch == ()  # it puts members first
+    assert group.boundary(0) is None  # the change is at the next step, as for a newcomer
+    change = group.boundary(1)
+    assert (change.view, change.step, change.joined, change.lost) == (3, 1, (), ())
+    assert change.fetch == ((0, 3), (1, 2), (2, 1), (3, 0))
+    np.testing.assert_array_equal(group.placement.experts, [[3, 2, 1, 0], [-1] * 4])
+    assert jax.tree.map(np.shape, group.placement) == jax.tree.map(np.shape, base), "the same program takes it"
+    assert [group.boundary(step) for step in (1, 2, 3)] == [None] * 3
+    for other, text in (
+        (balance.home(4, 2), "slots_per_rank=2: must be that of the group, 4"),
+        (balance.home(6, 2), "6 experts"),
+        (balance.home(4, 3), "3 ranks"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            group.rebalance(other)
+    with pytest.raises(ValueError, match="the group has no placement: open it with one"):
+        with elastic.Group(group._board.folder / "other", 2, axis_name=next(NAMES)) as other:
+            other.rebalance(base)
 
 
 def test_a_member_closes_no_buffer(monkeypatch):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
+import json
 import os
 import select
 import threading
@@ -31,6 +32,9 @@ GRACE_S = 1.0
 the wait is short: no member waits there before its own step has ended, and a step ends with the rows of all members.
 Only a process that was stopped, and then wrote an old `CHANGE`, makes one member begin a step that another one does
 not begin."""
+
+MOST_COMPARED = 64
+"""Operations of each process among which the text of an error finds the two most similar ones."""
 
 
 class Evicted(RuntimeError):
@@ -63,7 +67,8 @@ class Memory(Protocol):
     store into it while it is mapped."""
 
     def programs(self) -> dict[str, Any]:
-        """Returns what must be the same on all members."""
+        """Returns what is compared between processes: `memory`, which must be the same on all members, and
+        `operations`, texts of JSON objects, of which a process may have some of the group's, or more."""
 
     def arrive(self) -> Any:
         """Ends operations that wait, and returns what the other members need to map this rank's memory, as a value that
@@ -211,13 +216,14 @@ class Membership:
         Raises:
           ValueError: the members, or the processes that wait with this one, run other programs.
         """
-        programs = {"exchanges": exchanges, "kernels": {} if self.memory is None else self.memory.programs()}
+        kernels = {"memory": {}, "operations": []} if self.memory is None else self.memory.programs()
+        programs = {"exchanges": exchanges, **kernels}
         with self._board.locked():
             state = self._board.read()
             own = self._own_claim(state)
             if all(self._away(*m) for m in state["members"].items()) and not self._ready(state):
-                state["programs"] = programs
-            _check_alike(programs, state["programs"])
+                self._board.put("programs.json", programs)
+            _check_alike(programs, self._board.get("programs.json") or {})
             own["ready"] = True
             self._board.write(state)
             self._board.words[WAITING] = 1
@@ -463,19 +469,37 @@ def _claim_of(identity: str) -> int:
 
 
 def _check_alike(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Compares the programs of this process with those of the group. Memory of kernels must be the same; of exchanges
-    through the host, a process may have run some of the group's, or more.
+    """Compares the programs of this process with those of the group. The memory of kernels must be the same; of
+    operations and of exchanges through the host, a process may have some of the group's, or more.
 
     Raises:
       ValueError: they differ.
     """
+    found = []
+    if mine["memory"] != theirs["memory"]:
+        found.append(f"symmetric memory {mine['memory']} here and {theirs['memory']} there")
+    here, there = (set(programs["operations"]) for programs in (mine, theirs))
+    if not here <= there and not there <= here:
+        found.append(_difference(sorted(here - there), sorted(there - here)))
     here, there = set(mine["exchanges"]), set(theirs["exchanges"])
-    if mine["kernels"] == theirs["kernels"] and (here <= there or there <= here):
-        return
-    of_kernels = f"symmetric memory {mine['kernels']} here and {theirs['kernels']} there"
-    of_host = f"{len(here - there)} exchanges that the group does not have, and {len(there - here)} that it lacks"
-    raise ValueError(
-        "elastic.Group.join: this process has compiled other programs than the group: "
-        f"{of_kernels if mine['kernels'] != theirs['kernels'] else of_host}; compile and run the same programs, with "
-        "the same shapes, before join(), or open a group in another folder"
-    )
+    if not here <= there and not there <= here:
+        found.append(f"{len(here - there)} exchanges that the group does not have, and {len(there - here)} that it has")
+    if found:
+        raise ValueError(
+            f"elastic.Group.join: this process has compiled other programs than the group: {'; '.join(found)}; compile "
+            "and run the same programs, with the same shapes, before join(), or open a group in another folder"
+        )
+
+
+def _difference(here: list[str], there: list[str]) -> str:
+    """Returns in words how the two most similar operations, one of each list, differ."""
+
+    def differing(pair: tuple[dict[str, Any], dict[str, Any]]) -> list[str]:
+        return [name for name in sorted({*pair[0], *pair[1]}) if pair[0].get(name) != pair[1].get(name)]
+
+    pairs = [(json.loads(a), json.loads(b)) for a in here[:MOST_COMPARED] for b in there[:MOST_COMPARED]]
+    mine, theirs = min(pairs, key=lambda pair: (pair[0]["operation"] != pair[1]["operation"], len(differing(pair))))
+    if (names := differing((mine, theirs))) == ["site"]:
+        return f"operation {mine['operation']} is at another place of a program, or in a program of another name"
+    each = ", ".join(f"{name}={mine.get(name)} here and {theirs.get(name)} there" for name in names if name != "site")
+    return f"operation {mine['operation']} has {each}"
