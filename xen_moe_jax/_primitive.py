@@ -151,6 +151,8 @@ def _lowering(
         if "spec" in params and not backend.takes_nodes:
             _nodes.check_backend(params["spec"], params["config"], backend.name)
         run: Callable[..., Any] = functools.partial(function, call)
+        if (group := _mesh.group_of(axis_name)) is not None:
+            run = _noted(run, group, operation, avals, known)
         if mask is not None and not backend.takes_active:
             run = _masked(run, mask, finish, params["spec"])
         if _ranks.by_host(axis_name, params["config"]):
@@ -217,6 +219,17 @@ def _masked(
         return results if finish is None else finish(results, operands, spec)
 
     return masked
+
+
+def _noted(run: Callable, group: Any, operation: str, avals: Sequence[Any], params: dict[str, Any]) -> Callable:
+    """In a group: notes the operation, because processes of a group compare theirs."""
+
+    def noted(*operands: Any) -> Any:
+        arrays = " ".join(f"{aval.dtype.name}{list(aval.shape)}" for aval in avals)
+        group.note({"operation": operation, "operands": arrays, "site": _mesh.lowering_site(), **params})
+        return run(*operands)
+
+    return noted
 
 
 def _guarded(run: Callable, operation: str, axis_name: tuple[str, ...], takes_active: bool) -> Callable:

@@ -11,9 +11,10 @@ import jax
 import numpy as np
 import pytest
 
+import xen_moe_jax as xm
 from tests.elastic.test_members import FORK, steps, until
 from tests.elastic.test_members import ranks as ranks  # a fixture
-from xen_moe_jax import balance, elastic
+from xen_moe_jax import _spec, balance, elastic
 from xen_moe_jax.backends.cuda import liveness, members, memory
 from xen_moe_jax.elastic import _board, _membership
 
@@ -151,12 +152,12 @@ def test_a_slot_that_is_taken_again_does_not_call_back_the_process_that_left(ope
 class Memory:
     """Takes the place of `backends.cuda.members.Members`."""
 
-    def __init__(self, sizes, operations=()):
-        self.sizes, self.operations, self.adopted, self.left, self.told = sizes, operations, [], 0, []
+    def __init__(self, sizes):
+        self.sizes, self.adopted, self.left, self.told = sizes, [], 0, []
         self.text = ""
 
     def programs(self):
-        return {"memory": self.sizes, "operations": list(self.operations)}
+        return self.sizes
 
     def arrive(self):
         return []
@@ -181,8 +182,8 @@ class Memory:
         return self.text
 
 
-def with_memory(group, sizes, operations=()):
-    group._kernels = group._membership.memory = Memory(sizes, operations)
+def with_memory(group, sizes):
+    group._kernels = group._membership.memory = Memory(sizes)
     return group
 
 
@@ -198,53 +199,33 @@ def test_a_newcomer_with_other_programs_is_refused_alone(open_group):
     assert member._kernels.adopted == [(1, [0])]
 
 
-def noted(monkeypatch, *operations):
-    """Returns what a process notes when it lowers operations: pairs of a target and its attributes."""
-    monkeypatch.setattr(members.Alone, "here", members.Alone())
-    for target, attributes in operations:
-        members.note(target, [np.zeros((4, 8), np.float32)], attributes)
-    return sorted(members.Alone.here.operations)
+def operation(name, top_k, site, timeout_s=20.0):
+    spec = _spec.Spec(("ep",), (3,), num_experts=6, num_tokens=4, top_k=top_k, layout="ranked", capacity=12)
+    config = xm.KernelConfig(timeout_s=timeout_s)
+    return {"operation": name, "operands": "float32[4, 8]", "site": site, "spec": spec, "config": config, "wire": None}
 
 
-LAYER = (("xen_moe_dispatch", {"top_k": 2, "site": 5, "timeout_ns": 9}), ("xen_moe_combine", {"top_k": 2, "site": 6}))
+LAYER = operation("dispatch", 2, 5), operation("combine", 2, 6)
 
 
 @pytest.mark.parametrize(
     ("mine", "text"),
     [
         (LAYER, None),
-        ([("xen_moe_dispatch", {"top_k": 2, "site": 5, "timeout_ns": 8})], None),
-        ([*LAYER, ("xen_moe_combine", {"top_k": 2, "site": 7})], None),
-        ([("xen_moe_dispatch", {"top_k": 4, "site": 7}), LAYER[1]], "operation dispatch has top_k=4 here and 2 there"),
-        (
-            [("xen_moe_dispatch", {"top_k": 2, "site": 7}), LAYER[1]],
-            "operation dispatch is at another place of a program",
-        ),
-        ([("xen_moe_exchange", {"site": 7})], "operation exchange has operation=exchange here and "),
+        ([operation("dispatch", 2, 5, timeout_s=9.0)], None),
+        ([*LAYER, operation("combine", 2, 7)], None),
+        ([operation("dispatch", 4, 7), LAYER[1]], "dispatch has top_k=4 here and 2 there;"),
+        ([operation("dispatch", 2, 7), LAYER[1]], "dispatch is at another place of a program, or in a program of an"),
+        ([operation("redispatch", 2, 5)], "redispatch has operation=redispatch here and dispatch there;"),
     ],
 )
-def test_a_newcomer_whose_kernels_differ_in_memory_of_equal_sizes_is_refused_alone(open_group, monkeypatch, mine, text):
-    member = with_memory(open_group(), {}, noted(monkeypatch, *LAYER))
-    member.join()
-    newcomer = with_memory(open_group(), {}, noted(monkeypatch, *mine))
-    with pytest.raises(ValueError if text else TimeoutError, match=text or "was not let in"):
-        newcomer.join(timeout_s=0.01)
-    assert member.active().tolist() == [True, False, False]
-
-
-@pytest.mark.parametrize(("mine", "refused"), [([2, 3], False), ([], False), ([2], False), ([2, 4], True)])
-def test_a_newcomer_with_other_exchanges_is_refused_alone(open_group, mine, refused):
+def test_a_newcomer_with_other_operations_is_refused_alone(open_group, mine, text):
     member, newcomer = open_group(), open_group()
-    for group, keys in ((member, (2, 3)), (newcomer, mine)):
-        for key in keys:
-            group.exchange("gather", key, np.zeros(2))
+    for group, operations in ((member, LAYER), (newcomer, mine)):
+        for one in operations:
+            group.note(one)
     member.join()
-    with contextlib.ExitStack() as stack:
-        if refused:
-            text = "1 exchanges that the group does not have, and 1 that it has"
-            stack.enter_context(pytest.raises(ValueError, match=text))
-        else:
-            stack.enter_context(pytest.raises(TimeoutError, match="was not let in"))
+    with pytest.raises(ValueError if text else TimeoutError, match=text or "was not let in"):
         newcomer.join(timeout_s=0.01)
     assert member.active().tolist() == [True, False, False]
 
@@ -323,7 +304,7 @@ def test_a_view_begins_after_every_operation_of_its_members(epochs, following):
     memory = members.Members.__new__(members.Members)
     memory._rank, memory._num_ranks, memory._alone, memory._view = 0, 3, members.Alone(), 1
     memory._compiled = Compiled([("3 ranks, channel 0", b"mail", b"stage", 64, 4096, epochs[0])])
-    assert memory.programs() == {"memory": {"3 ranks, channel 0": [64, 4096]}, "operations": []}
+    assert memory.programs() == {"3 ranks, channel 0": [64, 4096]}
     mine = memory.arrive()
     theirs = [[*mine[0][:5], epochs[1]]]
     memory.adopt(9, {0: mine, 2: theirs})

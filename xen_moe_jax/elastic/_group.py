@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import dataclasses
 import hashlib
+import json
 import os
 import threading
 from typing import Any
@@ -119,6 +120,7 @@ class Group:
         self._timeout_s = float(timeout_s)
         self._base = self.placement = placement
         self._wanted: Placement | None = None
+        self._operations: set[str] = set()
         self._failure = ""
         self._failing = threading.Lock()
         self._closed = False
@@ -193,7 +195,7 @@ class Group:
         self._open("join")
         if self.view:
             raise RuntimeError("elastic.Group.join: this process is a member already")
-        self._membership.announce(self._rows.keys())
+        self._membership.announce(sorted(self._operations))
         with self._changing:
             return self._adopt(self._membership.enter(start_with, timeout_s))
 
@@ -336,6 +338,19 @@ class Group:
             except GaveUp as reason:
                 self._fail(str(reason))
         return np.zeros(x.shape if kind == "scatter" else (self.num_ranks, *x.shape), x.dtype)
+
+    def note(self, operation: dict[str, Any]) -> None:
+        """Notes an operation of a program that is being compiled. `join` compares all of them with the group's, but for
+        what may differ between processes: the axis' name and the time limit.
+
+        Args:
+          operation: name and static parameters, by name; those of dataclasses count one by one.
+        """
+        words: dict[str, Any] = {}
+        for name, value in operation.items():
+            words.update(dataclasses.asdict(value) if name in ("spec", "config") else {name: value})
+        told = {name: value for name, value in words.items() if name not in ("axis_name", "timeout_s")}
+        self._operations.add(json.dumps(told, sort_keys=True, default=str))
 
     def good(self, operation: str, active: np.ndarray) -> bool:
         """Returns False if the group has failed, or if `active`, bool `[R]`, names other ranks than the members, which

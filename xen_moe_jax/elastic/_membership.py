@@ -67,8 +67,7 @@ class Memory(Protocol):
     store into it while it is mapped."""
 
     def programs(self) -> dict[str, Any]:
-        """Returns what is compared between processes: `memory`, which must be the same on all members, and
-        `operations`, texts of JSON objects, of which a process may have some of the group's, or more."""
+        """Returns what must be the same on all members."""
 
     def arrive(self) -> Any:
         """Ends operations that wait, and returns what the other members need to map this rank's memory, as a value that
@@ -207,17 +206,16 @@ class Membership:
 
     # -- coming in -----------------------------------------------------------------------------------------------------
 
-    def announce(self, exchanges: list[int]) -> None:
+    def announce(self, operations: list[str]) -> None:
         """Tells the members that this process is ready to be let in.
 
         Args:
-          exchanges: keys of the exchanges through the host that this process has run.
+          operations: those of this process's programs, each a JSON object.
 
         Raises:
           ValueError: the members, or the processes that wait with this one, run other programs.
         """
-        kernels = {"memory": {}, "operations": []} if self.memory is None else self.memory.programs()
-        programs = {"exchanges": exchanges, **kernels}
+        programs = {"operations": operations, "memory": {} if self.memory is None else self.memory.programs()}
         with self._board.locked():
             state = self._board.read()
             own = self._own_claim(state)
@@ -469,8 +467,8 @@ def _claim_of(identity: str) -> int:
 
 
 def _check_alike(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Compares the programs of this process with those of the group. The memory of kernels must be the same; of
-    operations and of exchanges through the host, a process may have some of the group's, or more.
+    """Compares the programs of this process with those of the group. The memory of kernels must be the same; of the
+    operations, a process may have some of the group's, or more.
 
     Raises:
       ValueError: they differ.
@@ -481,9 +479,6 @@ def _check_alike(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
     here, there = (set(programs["operations"]) for programs in (mine, theirs))
     if not here <= there and not there <= here:
         found.append(_difference(sorted(here - there), sorted(there - here)))
-    here, there = set(mine["exchanges"]), set(theirs["exchanges"])
-    if not here <= there and not there <= here:
-        found.append(f"{len(here - there)} exchanges that the group does not have, and {len(there - here)} that it has")
     if found:
         raise ValueError(
             f"elastic.Group.join: this process has compiled other programs than the group: {'; '.join(found)}; compile "

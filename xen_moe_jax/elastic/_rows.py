@@ -79,10 +79,6 @@ class Rows:
             if path.name.split(".")[1] != str(claims[self._slot]):
                 path.unlink(missing_ok=True)
 
-    def keys(self) -> list[int]:
-        """Returns the keys of the exchanges that this process has run, in order."""
-        return sorted({key for slot, _, key in self._regions if slot == self._slot})
-
     def close(self) -> None:
         """Gives back the memory. No exchange may be running."""
         self._regions.clear()

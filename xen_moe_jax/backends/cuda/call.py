@@ -12,7 +12,7 @@ from xen_moe_jax import _active, _mesh, _nodes
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
-from xen_moe_jax.backends.cuda import devices, members, module
+from xen_moe_jax.backends.cuda import devices, module
 from xen_moe_jax.backends.cuda import schedule as schedules
 
 MAX_TIMEOUT_NS = 2**62
@@ -112,6 +112,5 @@ def ffi_call(
     if attrs.get("flight"):
         target, kw = f"{target}_start", {**kw, "has_side_effect": True}
     function = jax.ffi.ffi_call(target, results, **kw)
-    attrs = {**attrs, "site": _mesh.lowering_site()}
-    members.note(target, [*operands, *results], attrs)
-    return list(function(*operands, devices=keys.reshape(-1), **{name: np.int64(v) for name, v in attrs.items()}))
+    numbers = {name: np.int64(value) for name, value in {**attrs, "site": _mesh.lowering_site()}.items()}
+    return list(function(*operands, devices=keys.reshape(-1), **numbers))

@@ -6,9 +6,7 @@ cannot grow while the process is a member.
 from __future__ import annotations
 
 import base64
-import json
 import threading
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -30,14 +28,12 @@ class Alone:
     Attributes:
       here: that of this process, if it has one.
       member: True once the process is a member of a group, whose memory cannot change.
-      operations: what the kernels of this process's programs do, by `note`.
     """
 
     here: ClassVar[Alone | None] = None
 
     def __init__(self) -> None:
         self.member = False
-        self.operations: set[str] = set()
         self._ticket = 0
         self._lock = threading.Lock()
 
@@ -58,16 +54,6 @@ class Alone:
                 "run every program, of every shape, before join(), open and close xm.Buffer before it, and call "
                 "group.recover(step), not xen_moe_jax.cuda.reset(), after a failure"
             )
-
-
-def note(target: str, arrays: Sequence[Any], attributes: dict[str, int]) -> None:
-    """Notes an operation that is being lowered, if this process is a rank of a group: the target of its FFI call, its
-    operands and results, and its attributes but for the time limit, in which processes may differ."""
-    if Alone.here is not None:
-        shapes = " ".join(f"{jax.numpy.dtype(a.dtype).name}{list(a.shape)}" for a in arrays)
-        one = {"operation": target.removeprefix("xen_moe_"), "arrays": shapes, **attributes}
-        one.pop("timeout_ns", None)
-        Alone.here.operations.add(json.dumps(one, sort_keys=True))
 
 
 class Members:
@@ -123,11 +109,9 @@ class Members:
             epoch = max(entries[name][4] for entries in by_name.values())
             self._compiled.ipc_adopt(name, mailboxes, stagings, _following(epoch), view % (1 << 32), SECONDS)
 
-    def programs(self) -> dict[str, Any]:
-        """Returns what is compared between processes: `memory`, the sizes in bytes of each workspace by its name, and
-        `operations`, what the kernels of this process's programs do, each as text of JSON."""
-        memory = {name: list(sizes) for name, _, _, *sizes, _ in self._compiled.ipc_show()}
-        return {"memory": memory, "operations": sorted(self._alone.operations)}
+    def programs(self) -> dict[str, list[int]]:
+        """Returns what must be the same on all members: the sizes in bytes of each workspace, by its name."""
+        return {name: list(sizes) for name, _, _, *sizes, _ in self._compiled.ipc_show()}
 
     def leave(self) -> None:
         """Ends operations that still wait, and forgets the other members' memory and failures.
