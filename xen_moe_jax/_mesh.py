@@ -24,7 +24,7 @@ _groups: dict[str, Any] = {}
 
 def join(axis_name: str, group: Any) -> None:
     """From now on `axis_name` is the axis of `group` wherever no mesh has an axis of that name: `xen_moe_jax.elastic`.
-    A group has `rank`, `num_ranks`, `exchange`, `good`, `note`, `failure` and `device_keys`."""
+    A group has `rank`, `num_ranks`, `exchange`, `good`, `note`, `failed` and `device_keys`."""
     if axis_name in _groups:
         raise ValueError(f"axis_name={axis_name!r}: this process has, or had, another group of that name")
     _groups[axis_name] = group
@@ -38,8 +38,11 @@ def group_of(axis_name: tuple[str, ...]) -> Any:
 
 
 def group_failure() -> str:
-    """Returns why a group of this process has failed, or ""."""
-    return next((text for text in (group.failure() for group in _groups.values()) if text), "")
+    """Returns why a group of this process has failed, or "". Kernels' failures are those of their backend."""
+    for group in _groups.values():
+        if group.failed:
+            return group.failed
+    return ""
 
 
 def vmapped(axis_name: Any) -> bool:

@@ -5,12 +5,12 @@
     JAX_PLATFORMS=cpu python benchmarks/layers/group_step.py --ranks 2 --host
 
 Each line has a size of the decoder and microseconds a step on rank 0, medians over `REPEATS` runs of `STEPS` steps, in
-which the loops of a process take turns, each first as often as last: "job" is a job without `active`, "job, masked"
-gives `active` and the placement to the operations as a group has to, "group, bare" is the group's program without what
-a loop in a group adds, and "group" has `boundary` and `check` around every step, as the server has; both have the
-thread that looks after the members. A step ends when its tokens are on the host. `cost` is the median over the repeats
-of "group" over "group, bare". In the job the exchange is that of one process per GPU (NVSHMEM); in the group it is CUDA
-IPC memory.
+which the loops of a process take turns, each first as often as last: "job" is a job with experts at home, "job, placed"
+has the placement, "job, masked" has `active`, too, as operations in a group must, "group, bare" is the group's program
+without what a loop in a group adds, and "group" has `boundary` and `check` around every step, as the server has; both
+have the thread that looks after the members. A step ends when its tokens are on the host. `cost` is the median over the
+repeats of "group" over "group, bare". In the job the exchange is that of one process per GPU (NVSHMEM); in the group it
+is CUDA IPC memory.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def in_a_group(size: str, rank: int, ranks: int, folder: str, host: bool) -> dic
 
 
 def in_a_job(size: str, rank: int, ranks: int, port: str, host: bool) -> dict[str, list[float]]:
-    """Runs the loops "job" and "job, masked" on one rank; returns what `times_of` does."""
+    """Runs the loops of a job on one rank; returns what `times_of` does."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -154,8 +154,7 @@ def in_a_job(size: str, rank: int, ranks: int, port: str, host: bool) -> dict[st
             lambda a: jax.make_array_from_process_local_data(NamedSharding(mesh, P("ep")), np.asarray(a)[None]), tree
         )
 
-    def step(dense: Any, experts: Any, cache: Any, tokens: Any, positions: Any, used: Any, *masked: Any) -> Any:
-        options = {"active": masked[0], "placement": masked[1]} if masked else {}
+    def step(dense: Any, experts: Any, cache: Any, tokens: Any, positions: Any, used: Any, options: Any) -> Any:
         dense, experts, cache = jax.tree.map(lambda a: a[0], (dense, experts, cache))
 
         def moe(layer: int, x: Any, topk_idx: Any, topk_weights: Any) -> Any:
@@ -172,13 +171,13 @@ def in_a_job(size: str, rank: int, ranks: int, port: str, host: bool) -> dict[st
 
     dense, experts = map(spread, weights(serve))
     tokens, steps = spread(inputs(serve)), {}
-    for name, masked in (("job", ()), ("job, masked", (jnp.ones(ranks, bool), placement))):
-        specs = (P("ep"),) * 6 + (P(),) * len(masked)
-        run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P("ep")), donate_argnums=2)
-        everywhere = jax.tree.map(lambda a: jax.device_put(a, NamedSharding(mesh, P())), masked)
+    options = {"active": jnp.ones(ranks, bool), "placement": placement}
+    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P("ep"),) * 6 + (P(),), out_specs=P("ep")), donate_argnums=2)
+    for name, of in (("job", ()), ("job, placed", ("placement",)), ("job, masked", ("active", "placement"))):
+        chosen = jax.tree.map(lambda a: jax.device_put(a, NamedSharding(mesh, P())), {n: options[n] for n in of})
 
-        def one(cache: Any, run: Any = run, everywhere: Any = everywhere) -> Any:
-            out, cache = run(dense, experts, cache, *tokens, *everywhere)
+        def one(cache: Any, chosen: Any = chosen) -> Any:
+            out, cache = run(dense, experts, cache, *tokens, chosen)
             np.asarray(out.addressable_shards[0].data)
             xm.check()
             return cache

@@ -114,8 +114,8 @@ def run(
                     starting = sorted({s for s, p in front.processes.items() if p.poll() is None} - front.members)
                     if starting and rng.random() < 0.2:
                         victims.append(rng.choice(starting))
-                    next_kill = now + rng.random()
-                    if stops and rng.random() < 0.3:
+                    next_kill = now + 0.8 * rng.random()
+                    if stops and rng.random() < 0.25:
                         slot = victims[0]
                         front.processes[slot].send_signal(signal.SIGSTOP)
                         lasts = rng.choice((0.05, 0.5, 1.0, 2.0, 1e9 if kernels else 3.0)) * SHORT_S

@@ -109,7 +109,7 @@ def test_a_closed_group_has_no_failure_and_the_process_can_open_another_one(tmp_
         assert np.isnan(call(*operands)).all()
         with pytest.raises(xm.OperationFailed, match=r"a closed elastic.Group; open another one"):
             xm.check()
-    first._failure = ""  # else it stays for the other tests of this process
+    first.failed = ""  # else it stays for the other tests of this process
 
 
 def test_joins_that_fail(tmp_path):

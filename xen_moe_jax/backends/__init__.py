@@ -19,7 +19,7 @@ from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.base import Backend, BackendUnavailable
 
 BY_PLATFORM = {"tpu": "pallas", "cuda": "cuda"}
-
+CUDA_PACKAGE = f"{__name__}.cuda"
 
 IN_GROUPS = ("cpu", "cuda")
 """Platforms on which a program may call the host, which is how the ranks of an `elastic.Group` exchange."""
@@ -97,7 +97,7 @@ def ranks_per_node(axis_sizes: tuple[int, ...], backend: str | None) -> int | No
 
 def failure() -> str:
     """Returns why an operation of this process gave up, or "". A backend that was never used is not imported for it."""
-    used = sys.modules.get(f"{__name__}.cuda")
+    used = sys.modules.get(CUDA_PACKAGE)
     return _mesh.group_failure() or (used.BACKEND.failure() if used is not None else "")
 
 

@@ -121,7 +121,7 @@ class Group:
         self._base = self.placement = placement
         self._wanted: Placement | None = None
         self._operations: set[str] = set()
-        self._failure = ""
+        self.failed = ""  # why an operation has failed, kernels apart
         self._failing = threading.Lock()
         self._closed = False
         self._kernels: Members | None = None
@@ -292,7 +292,7 @@ class Group:
             settled = self._membership.settle_with_more(settled, ROOM_S)
             joined, lost = (*joined, *settled.joined), (*lost, *settled.lost)
         self._rows.enter(settled.number, self._membership.claims())
-        self._failure = ""
+        self.failed = ""
         fetch: tuple[tuple[int, int], ...] = ()
         if self._base is not None:
             start = self._base.without(self.active())
@@ -363,9 +363,9 @@ class Group:
         return self._usable()
 
     def _usable(self) -> bool:
-        if self._closed and not self._failure:
+        if self._closed and not self.failed:
             self._fail("a program ran over the axis of a closed elastic.Group", "open another one")
-        return not self._failure
+        return not self.failed
 
     def device_keys(self) -> np.ndarray:
         """Returns the GPUs of all ranks as the kernels know them, int64 `[1, R]`. The first call starts the memory of
@@ -420,12 +420,12 @@ class Group:
         """Returns why an operation has failed since the last `Change`, or since the group was closed; "" if none
         has."""
         kernels = None if self._closed else self._kernels
-        return self._failure or (kernels.failure() if kernels is not None else "")
+        return self.failed or (kernels.failure() if kernels is not None else "")
 
     def _fail(self, text: str, remedy: str = "call group.recover(step)") -> None:
         """Notes why an operation has failed, unless an earlier failure is noted already."""
         with self._failing:
-            self._failure = self._failure or f"xen_moe_jax: {text}; {remedy}"
+            self.failed = self.failed or f"xen_moe_jax: {text}; {remedy}"
 
     def _check_wait(self, member: int, waited_s: float) -> None:
         """Checks a wait of an exchange for `member`, which has lasted for `waited_s` seconds.
@@ -461,7 +461,7 @@ class Group:
             return
         self._closed = True
         with contextlib.ExitStack() as last:
-            last.callback(setattr, self, "_failure", "")  # `xm.check` asks every group that this process has opened
+            last.callback(setattr, self, "failed", "")  # `xm.check` asks every group that this process has opened
             last.callback(self._rows.close)
             last.callback(self._board.close)
             self._stop_watching()
