@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import json
 import multiprocessing.connection
 import os
 import pathlib
@@ -27,206 +28,40 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import NamedTuple
 
-VOCAB, HIDDEN, LAYERS, EXPERTS, TOP_K, WIDTH = 64, 32, 2, 8, 2, 32
-SLOTS = 4
-"""Slots for experts on a rank: two ranks can hold all experts."""
-ROWS, LENGTH = 4, 48
-"""Requests that a rank decodes at the same time, and tokens of the longest request."""
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from elastic_decoder import (
+    EXPERTS,
+    ROWS,
+    SLOTS,
+    TIMEOUT_S,
+    VOCAB,
+    empty_cache,
+    expected_tokens,
+    load_dense,
+    load_expert,
+    make_checkpoint,
+    make_step,
+    publish_experts,
+    read_expert,
+)
+
 COUNT_STEPS = 32
 """Steps after which a rank tells the front how many tokens each expert has had."""
-BATCH = 64
-"""Requests that `expected_tokens` decodes at the same time."""
-TIMEOUT_S = 20.0
 LEFT_OUT = 3
 """Exit status of a rank without which the others went on."""
 
 
-# -- the checkpoint ----------------------------------------------------------------------------------------------------
+class Settings(NamedTuple):
+    """What all processes of a server know. `kernels`: see `make_step`. `gpus`: number of GPUs, which the ranks take in
+    turn. `timeout_s`: as in `elastic.Group`."""
 
-
-def make_checkpoint(folder: pathlib.Path) -> None:
-    """Writes random float32 weights; each expert has a file, so that a rank reads its own experts alone."""
-    import numpy as np
-
-    rng = np.random.default_rng(35)
-
-    def normal(*shape: int) -> np.ndarray:
-        return (rng.standard_normal(shape) / shape[-2] ** 0.5).astype(np.float32)
-
-    dense = {
-        "embedding": rng.standard_normal((VOCAB, HIDDEN)).astype(np.float32),
-        "position": rng.standard_normal((LENGTH, HIDDEN)).astype(np.float32),
-        "attention": normal(LAYERS, 4, HIDDEN, HIDDEN),
-        "router": normal(LAYERS, HIDDEN, EXPERTS),
-        "out": normal(HIDDEN, VOCAB),
-    }
-    np.savez(folder / "dense.npz", **dense)
-    for expert in range(EXPERTS):
-        weights = {"gate_up": normal(LAYERS, HIDDEN, 2 * WIDTH), "down": normal(LAYERS, WIDTH, HIDDEN)}
-        np.savez(folder / f"expert{expert}.npz", **weights)
-
-
-def load_dense(folder: pathlib.Path) -> dict:
-    import numpy as np
-
-    with np.load(folder / "dense.npz") as file:
-        return dict(file)
-
-
-def load_expert(folder: pathlib.Path, expert: int) -> dict:
-    """Returns the weights of one expert in all layers: `gate_up [LAYERS, HIDDEN, 2 * WIDTH]` and `down [LAYERS, WIDTH,
-    HIDDEN]`. They are zero for -1, an empty slot."""
-    import numpy as np
-
-    with np.load(folder / f"expert{max(expert, 0)}.npz") as file:
-        return {name: array * (expert >= 0) for name, array in file.items()}
-
-
-def publish_experts(folder: pathlib.Path):
-    """Lets ranks read experts from this process's memory (`xen_moe_jax.transfer`) instead of from files. Returns the
-    engine, which the caller closes."""
-    import xen_moe_jax.transfer as xt
-
-    engine = xt.Engine(name="weights")
-    for expert in range(EXPERTS):
-        engine.publish(f"expert{expert}", load_expert(folder, expert))
-    (folder / "weights").write_bytes(engine.descriptor)
-    return engine
-
-
-def read_expert(engine, expert: int) -> dict:
-    """Does what `load_expert` does, from the memory of the process that has published the experts."""
-    import numpy as np
-
-    found = engine.read(engine.peer("weights")[f"expert{max(expert, 0)}"], timeout=TIMEOUT_S)
-    return {name: np.asarray(array) * (expert >= 0) for name, array in found.items()}
-
-
-# -- the decoder -------------------------------------------------------------------------------------------------------
-
-
-def empty_cache(rows: int = ROWS):
-    """Returns what a step changes, all zeros: `kv`, keys and values of all layers, float32 `[LAYERS, 2, rows, LENGTH,
-    HIDDEN]`, and `counts`, int32 `[EXPERTS]`, in which each expert's tokens are added up."""
-    import jax.numpy as jnp
-
-    return {"kv": jnp.zeros((LAYERS, 2, rows, LENGTH, HIDDEN), jnp.float32), "counts": jnp.zeros(EXPERTS, jnp.int32)}
-
-
-def decode_step(dense, cache, tokens, positions, used, moe):
-    """Returns the next token of each row, int32 `[rows]`, and the cache. A step that runs again returns the same, but
-    for the counts.
-
-    Args:
-      dense: the weights that `load_dense` returns.
-      cache: as of `empty_cache`.
-      tokens, positions: int32 `[rows]`.
-      used: bool `[rows]`, False for a row without a request.
-      moe: `moe(layer, x [rows, HIDDEN], topk_idx, topk_weights) -> [rows, HIDDEN]`.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    import xen_moe_jax as xm
-
-    def norm(x):
-        return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
-
-    rows = jnp.arange(len(tokens))
-    visible = jnp.arange(LENGTH) <= positions[:, None]
-    x = dense["embedding"][tokens] + dense["position"][positions]
-    kv, counts = cache["kv"], cache["counts"]
-    for layer in range(LAYERS):
-        query, key, value, out = dense["attention"][layer]
-        h = norm(x)
-        kv = kv.at[layer, 0, rows, positions].set(h @ key).at[layer, 1, rows, positions].set(h @ value)
-        scores = jnp.einsum("bh,bsh->bs", h @ query, kv[layer, 0]) / HIDDEN**0.5
-        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
-        x = x + jnp.einsum("bs,bsh->bh", weights, kv[layer, 1]) @ out
-        h = norm(x)
-        chosen, experts = jax.lax.top_k(jax.nn.softmax(h @ dense["router"][layer], axis=-1), TOP_K)
-        experts = jnp.where(used[:, None], experts, -1).astype(jnp.int32)
-        x = x + moe(layer, h, experts, chosen)
-        counts = counts + xm.balance.count(experts, EXPERTS)
-    return jnp.argmax(norm(x) @ dense["out"], axis=-1).astype(jnp.int32), {"kv": kv, "counts": counts}
-
-
-def make_step(axis_name: str, kernels: bool, timeout_s: float = TIMEOUT_S):
-    """Returns the jitted step of a rank, `step(dense, experts, cache, tokens, positions, used, active, placement)`,
-    which takes over `cache`'s memory.
-
-    `kernels`: True lets GPUs store into each other's memory; False sends rows through the host. `timeout_s`: seconds
-    that kernels wait for a rank.
-    """
-    import jax
-
-    import xen_moe_jax as xm
-
-    if kernels:
-        config = xm.KernelConfig(backend="cuda", timeout_s=timeout_s)
-    else:
-        config = xm.KernelConfig(chunk_tokens=ROWS * TOP_K)  # all rows in one round: a round costs more than its rows
-
-    def step(dense, experts, cache, tokens, positions, used, active, placement):
-        def moe(layer, x, topk_idx, topk_weights):
-            routed = xm.dispatch(
-                x, topk_idx, topk_weights, num_experts=EXPERTS, axis_name=axis_name, active=active,
-                placement=placement, config=config,
-            )  # fmt: skip
-            hidden = jax.lax.ragged_dot(routed.x, experts["gate_up"][layer], routed.group_sizes)
-            gate, up = hidden[:, :WIDTH], hidden[:, WIDTH:]
-            y = jax.lax.ragged_dot(jax.nn.silu(gate) * up, experts["down"][layer], routed.group_sizes)
-            return xm.combine(y, routed.handle, config=config)
-
-        return decode_step(dense, cache, tokens, positions, used, moe)
-
-    return jax.jit(step, donate_argnums=2)
-
-
-def expected_tokens(folder: pathlib.Path, prompts: list[list[int]], totals: list[int]) -> list[list[int]]:
-    """Returns the tokens that one process without ranks computes for each prompt; it applies each expert to all
-    tokens, and decodes `BATCH` requests at the same time."""
-    import numpy as np
-
-    decode, found = _plain(folder), []
-    for first in range(0, len(prompts), BATCH):
-        some = prompts[first : first + BATCH]
-        known = np.zeros((BATCH, LENGTH), np.int32)
-        for row, prompt in enumerate(some):
-            known[row, : len(prompt)] = prompt
-        lengths = np.asarray([len(prompt) for prompt in some] + [1] * (BATCH - len(some)), np.int32)
-        found += np.asarray(decode(known, lengths)).tolist()
-    return [tokens[:total] for tokens, total in zip(found, totals, strict=False)]
-
-
-def _plain(folder: pathlib.Path):
-    """Returns `decode(known [BATCH, LENGTH], lengths [BATCH])`, which continues prompts of these lengths."""
-    import jax
-    import jax.numpy as jnp
-
-    loaded = [load_expert(folder, e) for e in range(EXPERTS)]
-    experts = {name: jnp.stack([e[name] for e in loaded], axis=1) for name in loaded[0]}
-    dense = jax.tree.map(jnp.asarray, load_dense(folder))
-
-    def moe(layer, x, topk_idx, topk_weights):
-        hidden = jnp.einsum("bh,ehf->bef", x, experts["gate_up"][layer])
-        y = jax.nn.silu(hidden[..., :WIDTH]) * hidden[..., WIDTH:]
-        y = jnp.einsum("bef,efh->beh", y, experts["down"][layer])
-        return jnp.einsum("bkh,bk->bh", jnp.take_along_axis(y, topk_idx[..., None], axis=1), topk_weights)
-
-    @jax.default_matmul_precision("highest")  # as in the ranks' processes
-    def decode(known, lengths):
-        def step(carry, position):
-            known, cache = carry
-            positions = jnp.full(BATCH, position)
-            out, cache = decode_step(dense, cache, known[:, position], positions, jnp.ones(BATCH, bool), moe)
-            following = jnp.where(position + 1 < lengths, known[:, position + 1], out)
-            return (known.at[:, position + 1].set(following), cache), None
-
-        return jax.lax.scan(step, (known, empty_cache(BATCH)), jnp.arange(LENGTH - 1))[0][0]
-
-    return jax.jit(decode)
+    folder: str
+    ranks: int
+    kernels: bool = False
+    gpus: int = 1
+    timeout_s: float = TIMEOUT_S
 
 
 # -- a rank ------------------------------------------------------------------------------------------------------------
@@ -240,17 +75,9 @@ class Row:
 
 
 class Rank:
-    """The process of one rank. `timeout_s`: as in `elastic.Group`."""
+    """The process of one rank."""
 
-    def __init__(
-        self,
-        folder: pathlib.Path,
-        ranks: int,
-        slot: int,
-        kernels: bool = False,
-        gpus: int = 1,
-        timeout_s: float = TIMEOUT_S,
-    ) -> None:
+    def __init__(self, settings: Settings, slot: int) -> None:
         import jax
         import jax.numpy as jnp
         import numpy as np
@@ -258,9 +85,10 @@ class Rank:
         import xen_moe_jax as xm
 
         jax.config.update("jax_default_matmul_precision", "highest")  # a GPU rounds float32 otherwise
-        if gpus > 1:  # JAX uses the first visible GPU; CUDA sees all GPUs, so that kernels reach their memory
+        if settings.gpus > 1:  # JAX uses the first visible GPU; CUDA sees all GPUs, so that kernels reach their memory
             jax.config.update("jax_cuda_visible_devices", "0")
-        self.folder, self.engine = folder, None
+        ranks, timeout_s = settings.ranks, settings.timeout_s
+        self.folder, self.engine = (folder := pathlib.Path(settings.folder)), None
         if (folder / "weights").exists():
             import xen_moe_jax.transfer as xt
 
@@ -276,7 +104,7 @@ class Rank:
         self.put = jax.jit(
             lambda all_of, one, slot: jax.tree.map(lambda a, b: a.at[:, slot].set(b), all_of, one), donate_argnums=0
         )
-        self.run = make_step(self.group.axis_name, kernels, timeout_s)
+        self.run = make_step(self.group.axis_name, settings.kernels, timeout_s)
         self.cache, self.rows, self.advanced, self.ending = empty_cache(), [None] * ROWS, [], False
         self.counted = np.zeros(EXPERTS, np.int32)
         self.now_members()
@@ -408,7 +236,7 @@ def rank_main(given: argparse.Namespace) -> None:
     """Runs the process of one rank."""
     import xen_moe_jax as xm
 
-    rank = Rank(given.folder, given.ranks, given.rank, given.kernels, given.gpus, given.timeout)
+    rank = Rank(Settings(*json.loads(given.settings)), given.rank)
     try:
         rank.serve(given.start_with)
     except xm.elastic.Evicted as error:
@@ -420,21 +248,13 @@ def rank_main(given: argparse.Namespace) -> None:
 
 
 class Front:
-    """Starts ranks, hands out requests, collects tokens, and knows which rank has which request. `timeout_s`: as in
-    `elastic.Group`."""
+    """Starts ranks, hands out requests, collects tokens, and knows which rank has which request."""
 
-    def __init__(
-        self,
-        folder: pathlib.Path,
-        ranks: int,
-        kernels: bool = False,
-        gpus: int = 1,
-        timeout_s: float = TIMEOUT_S,
-    ) -> None:
-        self.folder, self.ranks, self.kernels, self.gpus, self.timeout_s = folder, ranks, kernels, gpus, timeout_s
+    def __init__(self, settings: Settings) -> None:
         import xen_moe_jax  # noqa: F401  # `rebalance` needs it, and no token is taken while it is loaded
 
-        self.listener = multiprocessing.connection.Listener(str(folder / "front"), "AF_UNIX", backlog=ranks)
+        self.settings, self.folder, self.ranks = settings, pathlib.Path(settings.folder), settings.ranks
+        self.listener = multiprocessing.connection.Listener(str(self.folder / "front"), "AF_UNIX", backlog=self.ranks)
         self.processes: dict[int, subprocess.Popen] = {}
         self.links: dict[int, multiprocessing.connection.Connection] = {}
         self.tokens: dict[int, list[int]] = {}
@@ -452,16 +272,12 @@ class Front:
 
     def start(self, slot: int, start_with: int = 1) -> None:
         """Starts the process of a rank."""
-        arguments = ["--rank", str(slot), "--folder", str(self.folder), "--ranks", str(self.ranks)]
-        arguments += ["--gpus", str(self.gpus), "--timeout", str(self.timeout_s)] + ["--kernels"] * self.kernels
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        if self.gpus > 1:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.gpus)))).split(",")
-            order = [visible[(slot + i) % self.gpus] for i in range(self.gpus)]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(order)
-        self.processes[slot] = subprocess.Popen(
-            [sys.executable, __file__, *arguments, "--start-with", str(start_with)], env=environment
-        )
+        environment, gpus = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, self.settings.gpus
+        if gpus > 1:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[(slot + i) % gpus] for i in range(gpus))
+        arguments = ["--rank", str(slot), "--start-with", str(start_with), "--settings", json.dumps(self.settings)]
+        self.processes[slot] = subprocess.Popen([sys.executable, __file__, *arguments], env=environment)
         self.note("start", slot)
 
     def restart(self) -> None:
@@ -627,8 +443,8 @@ class Front:
 
 
 def main(
-    ranks: int = 4,
-    seconds: float = 8.0,
+    ranks: int = 3,
+    seconds: float = 2.0,
     plot: str | None = None,
     kernels: bool = False,
     transfer: bool = False,
@@ -637,8 +453,7 @@ def main(
     """Serves for about `seconds`: a rank is killed after a quarter of the time, and started again at once. When it has
     come back, the experts are placed anew.
 
-    `kernels`: see `make_step`. `transfer`: ranks read experts from this process (`publish_experts`). `gpus`: number of
-    GPUs, which the ranks take in turn.
+    `kernels`, `gpus`: see `Settings`. `transfer`: ranks read experts from this process (`publish_experts`).
 
     Returns:
       `tokens` and `expected`: for each request the list of its tokens, and of the tokens that it should have.
@@ -651,7 +466,7 @@ def main(
     try:
         make_checkpoint(folder)
         engine = publish_experts(folder) if transfer else contextlib.nullcontext()
-        with engine, Front(folder, ranks, kernels, gpus) as front:
+        with engine, Front(Settings(str(folder), ranks, kernels, gpus)) as front:
             _serve(front, seconds)
             result = _report(front)
             result["ended"] = list(front.close().values())
@@ -742,9 +557,8 @@ if __name__ == "__main__":
     parser.add_argument("--gpus", type=int, default=1, help="with --kernels: the ranks take these GPUs in turn")
     parser.add_argument("--transfer", action="store_true", help="ranks read experts from the front, not from files")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--start-with", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help=argparse.SUPPRESS)
+    parser.add_argument("--settings", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank is not None:
         rank_main(given)

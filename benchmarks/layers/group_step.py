@@ -1,4 +1,4 @@
-"""A decode step of the server in `examples/serve_elastic.py` in an `elastic.Group`, beside the same step in a job of
+"""A decode step of the decoder in `examples/elastic_decoder.py` in an `elastic.Group`, beside the same step in a job of
 `jax.distributed`, while nothing fails.
 
     python benchmarks/layers/group_step.py --ranks 2 --gpus 2 [--json FILE]
@@ -39,8 +39,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def example(size: str) -> Any:
-    """The module of the example, with the decoder's dimensions."""
-    spec = importlib.util.spec_from_file_location("serve_elastic", ROOT / "examples" / "serve_elastic.py")
+    """The module of the decoder, with these dimensions."""
+    spec = importlib.util.spec_from_file_location("elastic_decoder", ROOT / "examples" / "elastic_decoder.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -14,12 +14,10 @@ import xen_moe_jax as xm
 
 T, H, K, E = 6, 160, 3, 10
 PROGRAMS = (  # layout, wire, drop, capacity, with a placement
-    ("grouped", None, "position", None, False),
     ("grouped", "int8", "source", 12, False),
-    ("grouped", None, "weight", 12, False),
+    ("grouped", None, "weight", 24, True),
     ("ranked", None, "position", None, False),
     ("padded", None, "position", None, False),
-    ("grouped", None, "position", None, True),
 )
 
 

@@ -74,7 +74,8 @@ def run(
     try:
         serve.make_checkpoint(folder)
         engine = serve.publish_experts(folder) if transfer else contextlib.nullcontext()
-        with engine, serve.Front(folder, ranks, kernels, gpus, SHORT_S if stops else serve.TIMEOUT_S) as front:
+        limit = SHORT_S if stops else serve.TIMEOUT_S
+        with engine, serve.Front(serve.Settings(str(folder), ranks, kernels, gpus, limit)) as front:
             for slot in range(ranks - later):
                 front.start(slot, start_with=ranks - later)
             began = last = time.monotonic()

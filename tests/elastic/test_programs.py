@@ -1,6 +1,7 @@
 """Programs over the axis of a group give the bits that they give inside `jax.shard_map`, and fail as they should."""
 
 import gc
+import json
 import os
 import pathlib
 import subprocess
@@ -76,6 +77,10 @@ def test_a_rank_alone_and_a_mask_that_is_old(group):
     idx = jnp.asarray([[0], [4], [5], [-1]], jnp.int32)  # rank 2 has experts 4 and 5
     run = jax.jit(layer)
     out, routed = run(x, idx, group.active())
+    noted = [json.loads(text) for text in group._operations]
+    assert {(o["operation"], o["top_k"], o["num_tokens"], o["layout"]) for o in noted} == {
+        (name, 1, 4, "grouped") for name in ("dispatch", "combine")
+    }
     xm.check()
     np.testing.assert_array_equal(out, np.asarray([0, 1, 1, 0])[:, None] * np.ones((4, 8)))
     assert routed.num_dropped == 1  # the row of expert 0, whose rank is absent
