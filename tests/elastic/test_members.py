@@ -58,22 +58,29 @@ def steps(group, start_with):
         yield step
 
 
-def count_steps(folder, slot, start_with, words, timeout_s):
-    """Runs a rank that counts its steps in `words[2 * slot]`, and sets the next word to 1 if it is evicted."""
-    with elastic.Group(folder, 3, slot=slot, timeout_s=timeout_s) as group, contextlib.suppress(elastic.Evicted):
-        for words[2 * slot] in steps(group, start_with):
-            pass
-    words[2 * slot + 1] = 1
+def count_steps(folder, slot, start_with, words, timeout_s, returns):
+    """Runs a rank that counts its steps in `words[2 * slot]`, and in the next word how often it was evicted. One that
+    `returns` comes in again: on a busy machine the others may leave it out before it is its turn."""
+    while not words[2 * slot + 1] or returns:
+        name = f"ep{words[2 * slot + 1]}"
+        with contextlib.suppress(elastic.Evicted):
+            with elastic.Group(folder, 3, slot=slot, axis_name=name, timeout_s=timeout_s) as group:
+                for words[2 * slot] in steps(group, start_with):
+                    pass
+        words[2 * slot + 1] += 1
+        start_with = 1
 
 
 @pytest.fixture
 def ranks(tmp_path):
-    """Yields `start(slot, start_with, timeout_s)`, which starts a rank, and the words of all ranks; ends the ranks."""
+    """Yields `start(slot, start_with, timeout_s, returns)`, which starts a rank, and the words of all ranks; ends the
+    ranks."""
     words = FORK.Array("q", 6, lock=False)
     started = {}
 
-    def start(slot, start_with, timeout_s=60.0):
-        process = FORK.Process(target=count_steps, args=(tmp_path / "group", slot, start_with, words, timeout_s))
+    def start(slot, start_with, timeout_s=60.0, returns=True):
+        arguments = tmp_path / "group", slot, start_with, words, timeout_s, returns
+        process = FORK.Process(target=count_steps, args=arguments)
         process.start()
         started[slot] = process
         return process
@@ -103,7 +110,7 @@ def test_growing_by_a_rank_that_was_never_there(ranks):
 
 def test_one_that_is_stopped_for_too_long_is_left_out_and_spoils_nothing(ranks, tmp_path):
     start, words = ranks
-    slow = [start(slot, 3, timeout_s=3.0) for slot in range(3)][1]
+    slow = [start(slot, 3, timeout_s=1.0, returns=slot != 1) for slot in range(3)][1]
     until(lambda: min(words[0], words[2], words[4]) > 3)
     os.kill(slow.pid, signal.SIGSTOP)
     before = words[0]
@@ -112,7 +119,7 @@ def test_one_that_is_stopped_for_too_long_is_left_out_and_spoils_nothing(ranks, 
     until(lambda: words[2] > before + 10)
     os.kill(slow.pid, signal.SIGCONT)
     slow.join(30)
-    assert slow.exitcode == 0 and words[3] == 1
+    assert slow.exitcode == 0 and words[3] >= 1
     files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(RuntimeError, match="slot 1 of 3 belongs to a process that runs"):
         elastic.Group(tmp_path / "group", 3, slot=1, axis_name="taken", timeout_s=0.01)
