@@ -67,6 +67,16 @@ def _grow_as_a_member():
     assert listed["generations_held"] == 1
 
 
+def _grow_alone_without_room():
+    """The error names no process: this one is alone, and number 0 is another one."""
+    memory, workspace = _rank_of(3, 2)
+    memory.fail_after(0)
+    with pytest.raises(RuntimeError, match="^xen_moe_jax: memory of 1 MiB on channel 0 failed: .*told to fail"):
+        memory.serve(workspace, *LARGE, 1.0)
+    memory.fail_after(-1)
+    memory.serve(workspace, *LARGE, 1.0)
+
+
 def _change_members_beside_a_busy_gpu():
     memory, workspace = _rank_of(2, 0)
     memory.set_busy(True)
@@ -78,7 +88,13 @@ def _change_members_beside_a_busy_gpu():
 
 @pytest.mark.usefixtures("memory")  # skips where the module is not built
 @pytest.mark.parametrize(
-    "body", [_start_again_with_other_members, _grow_as_a_member, _change_members_beside_a_busy_gpu]
+    "body",
+    [
+        _start_again_with_other_members,
+        _grow_as_a_member,
+        _grow_alone_without_room,
+        _change_members_beside_a_busy_gpu,
+    ],
 )
 def test_members_change(body):
     _in_a_process_of_its_own(body)
