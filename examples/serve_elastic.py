@@ -273,7 +273,7 @@ class Front:
     def start(self, slot: int, start_with: int = 1) -> None:
         """Starts the process of a rank."""
         environment, gpus = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, self.settings.gpus
-        if gpus > 1:
+        if self.settings.kernels:  # a rank has one GPU, also where more are visible
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[(slot + i) % gpus] for i in range(gpus))
         arguments = ["--rank", str(slot), "--start-with", str(start_with), "--settings", json.dumps(self.settings)]

@@ -34,7 +34,7 @@ SIZES: dict[str, dict[str, int]] = {
         "HIDDEN": 2048, "LAYERS": 4, "EXPERTS": 128, "TOP_K": 8, "WIDTH": 768, "ROWS": 32, "LENGTH": 128, "SLOTS": 64,
     },
 }  # fmt: skip
-STEPS, REPEATS = 100, 15
+STEPS, REPEATS = 100, 9
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -252,6 +252,7 @@ def main() -> None:
                 one = run(size, what, given.ranks, given.gpus, given.host)
                 device = one["device"]
                 for name, values in one["us"].items():
+                    print(f"{size}: {name}: {statistics.median(values):.1f} us", flush=True)
                     found.setdefault(name, []).extend(values)
         us = {name: round(statistics.median(values), 1) for name, values in found.items()}
         least = {name: round(min(values), 1) for name, values in found.items()}

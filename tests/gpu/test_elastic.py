@@ -3,6 +3,7 @@
 A program of its own for each case: its ranks need GPUs that this process has not filled.
 """
 
+import os
 import sys
 
 import pytest
@@ -43,9 +44,9 @@ group.close()
 """
 
 
-def run(*commands: list[str]) -> list[str]:
+def run(*commands: list[str], **changes: str) -> list[str]:
     env = processes.environment(
-        JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_PREALLOCATE="false", XLA_PYTHON_CLIENT_MEM_FRACTION="0.1"
+        JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_PREALLOCATE="false", XLA_PYTHON_CLIENT_MEM_FRACTION="0.1", **changes
     )
     finished = processes.run_all([[sys.executable, *command] for command in commands], seconds=300.0, env=env)
     processes.assert_finished(finished)
@@ -64,7 +65,9 @@ def test_ranks_of_one_gpu_are_killed_and_come_back():
 @pytest.mark.gpu1
 def test_a_newcomer_with_other_kernels_is_refused_alone(tmp_path):
     """Its memory has the same sizes as the member's: operations are compared, too."""
-    _, other, alike = run(*(["-c", RANK, str(tmp_path), *of] for of in (("0", "1"), ("1", "8"), ("2", "1"))))
+    commands = (["-c", RANK, str(tmp_path), *of] for of in (("0", "1"), ("1", "8"), ("2", "1")))
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    _, other, alike = run(*commands, CUDA_VISIBLE_DEVICES=gpu)
     assert "operation dispatch has alignment=8 here and 1 there" in other and "symmetric memory" not in other
     assert "let in" in alike
 
