@@ -57,6 +57,11 @@ MODELS = {
     "Qwen3-30B-A3B": Model(2048, 768, 128, 8),
     "gpt-oss-120b": Model(2880, 2880, 128, 4, "clipped_swiglu", True),
 }
+ANCHOR = "sglang-jax-1387"
+"""A layer that others have measured: sglang-jax's pull request 1387 says 98 us on v7x, for a token on each of 8 ranks
+with 64 experts. Its hidden size and width are our assumption, which fits its bytes."""
+MODELS[ANCHOR] = Model(4096, 1024, 512, 8)
+SHOWN = tuple(name for name in MODELS if name != ANCHOR)
 TOKENS = (8, 32, 128)
 
 
@@ -73,19 +78,13 @@ def quantized(dtype: str, shape: tuple[int, ...], struct: Callable[..., Any]) ->
     return QuantizedWeight(struct(dtype, *shape), struct("float32", local, -(-rows // a), -(-columns // b)), (a, b))
 
 
-def compile_layer(generation: str, model: Model, tokens: int, grouped_matmul: str, weights_dtype: str) -> Any:
-    """The layer in bfloat16; "auto" takes the decode kernel."""
-    import jax
+def config_of(model: Model, grouped_matmul: str, kernel: Any, wire: str | None = None) -> Any:
+    """Returns the `MoEConfig` of a layer in bfloat16; "auto" takes the decode kernel."""
     import jax.numpy as jnp
-    from jax.sharding import NamedSharding, PartitionSpec
 
-    import xen_moe_jax as xm
-    from xen_moe_jax.experts import tpu_decode
     from xen_moe_jax.flax import MoEConfig
-    from xen_moe_jax.flax._chunks import Chunk, through_experts
 
-    mesh = tpu_topologies.mesh(generation)
-    config = MoEConfig(
+    return MoEConfig(
         hidden_size=model.hidden,
         intermediate_size=model.width,
         num_experts=model.experts,
@@ -93,17 +92,38 @@ def compile_layer(generation: str, model: Model, tokens: int, grouped_matmul: st
         activation=model.activation,
         expert_bias=model.biased,
         grouped_matmul=grouped_matmul,
-        kernel=xm.KernelConfig(backend="pallas"),
+        kernel=kernel,
+        wire=wire,
         param_dtype=jnp.bfloat16,
     )
 
-    def layer(weights: Any, x: Any, topk_idx: Any, topk_weights: Any) -> Any:
-        chosen = tpu_decode.adapted(config, tokens)
-        return through_experts(chosen, weights, Chunk(x, topk_idx.T, topk_weights.T))[0]
+
+def layer(config: Any, weights: Any, x: Any, topk_idx: Any, topk_weights: Any) -> Any:
+    """Dispatch, experts and combine of the Flax layers: `[T, H]` of a rank."""
+    from xen_moe_jax.experts import tpu_decode
+    from xen_moe_jax.flax._chunks import Chunk, through_experts
+
+    chosen = tpu_decode.adapted(config, x.shape[0])
+    return through_experts(chosen, weights, Chunk(x, topk_idx, topk_weights))[0]
+
+
+def compile_layer(generation: str, model: Model, tokens: int, grouped_matmul: str, weights_dtype: str) -> Any:
+    """Compiles a layer of `RANKS` devices, whose weights are operands."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import xen_moe_jax as xm
+
+    mesh = tpu_topologies.mesh(generation)
+    config = config_of(model, grouped_matmul, xm.KernelConfig(backend="pallas"))
+
+    def transposed(weights: Any, x: Any, topk_idx: Any, topk_weights: Any) -> Any:
+        return layer(config, weights, x, topk_idx.T, topk_weights.T)
 
     split, of_slots = PartitionSpec("ep"), PartitionSpec(None, "ep")
     specs = (split, split, of_slots, of_slots)
-    mapped = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)
+    mapped = jax.shard_map(transposed, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)
 
     def struct(dtype: Any, *shape: int, spec: Any = split) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -201,17 +221,41 @@ def one_row(
     generation: str, name: str, tokens: int, grouped_matmul: str, weights_dtype: str, folder: str, seed: int
 ) -> dict[str, Any]:
     """One layer: compiled, and counted."""
+    model = MODELS[name]
+    program = tpu_bundles.compile_counted(
+        functools.partial(compile_layer, generation, model, tokens, grouped_matmul, weights_dtype), folder
+    )
+    row = {"generation": generation, "model": name, "tokens": tokens, "matmul": grouped_matmul}
+    return row | counted(program, generation, model, tokens, weights_dtype=weights_dtype, seed=seed)
+
+
+def counted(
+    program: tpu_bundles.Program,
+    generation: str,
+    model: Model,
+    tokens: int,
+    ranks: int = RANKS,
+    *,
+    weights_dtype: str = "bfloat16",
+    wire: str | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """The times of a compiled layer, in microseconds.
+
+    Args:
+      tokens: of each of `ranks` devices. wire: of the dispatch.
+
+    Raises:
+      ValueError: a kernel has other loops than the counts were written for.
+    """
     from xen_moe_jax.experts import tpu_decode
     from xen_moe_jax.pallas_kernels.decode_experts import GROUP
     from xen_moe_jax.tuning.workload import round_up
 
-    model, chip = MODELS[name], tpu_topologies.TOPOLOGIES[generation]
+    chip = tpu_topologies.TOPOLOGIES[generation]
     us = 1e6 / chip.clock_hz
-    program = tpu_bundles.compile_counted(
-        functools.partial(compile_layer, generation, model, tokens, grouped_matmul, weights_dtype), folder
-    )
     group = tpu_bundles.grouping(program)
-    routing = tpu_bundles.random_routing(tokens, RANKS, model.experts, model.top_k, group, seed)
+    routing = tpu_bundles.random_routing(tokens, ranks, model.experts, model.top_k, group, seed)
     active = len(routing.experts)
     of_expert = 3 * model.hidden * model.width * (2 if weights_dtype == "bfloat16" else 1)
     weights_us = active * of_expert / chip.hbm_bytes_per_s * 1e6
@@ -222,25 +266,21 @@ def one_row(
         for kernel, loop in program.kernels.items()
         if kernel in works
     }
-    case = tpu_programs.Case("decode", tokens, "grouped", None, None)
+    case = tpu_programs.Case("decode", tokens, "grouped", wire, None)
     bytes_of = {
         operation: tpu_programs.traffic(
-            case, operation, tpu_bundles.moves(routing), model.hidden, model.top_k, RANKS
+            case, operation, tpu_bundles.moves(routing), model.hidden, model.top_k, ranks
         )["ici_bytes"]
         for operation in ("dispatch", "combine")
     }  # fmt: skip
-    by_all_gather = tpu_programs.gathered(case, "dispatch", RANKS, model.top_k, model.hidden)
-    wire = (chip.all_gather_us if by_all_gather else chip.all_to_all_us)(bytes_of["dispatch"])
-    wire += chip.all_to_all_us(bytes_of["combine"])
+    by_all_gather = tpu_programs.gathered(case, "dispatch", ranks, model.top_k, model.hidden)
+    wire_us = (chip.all_gather_us if by_all_gather else chip.all_to_all_us)(bytes_of["dispatch"], ranks)
+    wire_us += chip.all_to_all_us(bytes_of["combine"], ranks)
     row: dict[str, Any] = {
-        "generation": generation,
-        "model": name,
-        "tokens": tokens,
-        "matmul": grouped_matmul,
         "weights": weights_dtype,
         "active_experts": active,
         "weights_us": round(weights_us, 1),
-        "wire_us": round(wire, 1),
+        "wire_us": round(wire_us, 1),
         "kernels_us": round(sum(kernels.values()), 1),
         "by_kernel_us": kernels,
         "xla_us": round(tpu_bundles.xla_cycles(own_operations(program.text)) * us, 1),
@@ -248,13 +288,13 @@ def one_row(
         "largest_copy": largest_copy(program.text),
     }
     if "xen_moe_decode_layer" in program.kernels:
-        return row | one_call(program, generation, model, tokens, weights_dtype, seed, weights_us)
+        return row | one_call(program, generation, model, tokens, ranks, weights_dtype, seed, weights_us)
     if "xen_moe_decode_experts" in program.kernels:
         kernel = program.kernels["xen_moe_decode_experts"]
         from xen_moe_jax.backends.pallas import hardware
 
         limits = {found.name: found.vmem_bytes for found in hardware.GENERATIONS.values()}
-        matrices = matrices_of(model, scaled_of(model, tokens, weights_dtype))
+        matrices = matrices_of(model, ranks, scaled_of(model, ranks * tokens, weights_dtype))
         pieces = tpu_decode.pieces_for(limits[generation], model.hidden, matrices)
         most = max(of_experts)
         cycles, last = expert_cycles(kernel, active, min(most, pieces.rows), model, pieces)
@@ -268,21 +308,21 @@ def one_row(
     return row
 
 
-def matrices_of(model: Model, scaled: Any) -> Any:
+def matrices_of(model: Model, ranks: int, scaled: Any) -> Any:
     """Returns what policies are told of the experts' weights."""
     from xen_moe_jax.experts import tpu_decode
 
-    shape = model.experts // RANKS, model.hidden, model.width
+    shape = model.experts // ranks, model.hidden, model.width
     return tpu_decode.Matrices(shape, "bfloat16", True, model.biased, scaled)
 
 
 def scaled_of(model: Model, tokens: int, weights_dtype: str) -> Any:
-    """Returns what the policy of the experts' kernel is told of weights of one byte."""
+    """Returns what the policy of the experts' kernel is told of weights of one byte. `tokens`: of all ranks."""
     from xen_moe_jax.experts import tpu_decode
 
     if weights_dtype == "bfloat16":
         return None
-    rows = tpu_decode.rows_of_product(RANKS * tokens * model.top_k / model.experts)
+    rows = tpu_decode.rows_of_product(tokens * model.top_k / model.experts)
     return tpu_decode.Scaled(rows, WEIGHTS[weights_dtype] is None)
 
 
@@ -291,6 +331,7 @@ def one_call(
     generation: str,
     model: Model,
     tokens: int,
+    ranks: int,
     weights_dtype: str,
     seed: int,
     weights_us: float,
@@ -301,16 +342,16 @@ def one_call(
 
     chip = tpu_topologies.TOPOLOGIES[generation]
     known = next(found for found in hardware.GENERATIONS.values() if found.name == generation)
-    scaled = scaled_of(model, tokens, weights_dtype)
+    scaled = scaled_of(model, ranks * tokens, weights_dtype)
     chosen = tpu_decode_layer.layer_pieces(
-        known.vmem_bytes, known.cores, RANKS, (tokens, model.top_k), matrices_of(model, scaled)
+        known.vmem_bytes, known.cores, ranks, (tokens, model.top_k), matrices_of(model, ranks, scaled)
     )
     if chosen is None:
         raise ValueError(
             f"{generation}: the program has one kernel for a layer of which the policy says that it does not fit"
         )
     layer = decode_layer.Layer(
-        RANKS, tokens, model.top_k, model.experts, model.hidden, model.width, chosen.pieces, chosen.kept,
+        ranks, tokens, model.top_k, model.experts, model.hidden, model.width, chosen.pieces, chosen.kept,
         chosen.certain, chosen.in_hbm, 2 if scaled is None else 1, chosen.cores,
     )  # fmt: skip
     times, most = [], 0
@@ -338,6 +379,14 @@ def one_call(
         "layer_us": round(total, 1),
         "ratio": round(total / weights_us, 3),
     }
+
+
+def kernel_times(row: dict[str, Any]) -> dict[str, float]:
+    """Microseconds of each kernel of a layer: of a counted row."""
+    if not row.get("one_call"):
+        return row["by_kernel_us"] | {"xen_moe_decode_experts": row["experts_us"]}
+    sums = {"xen_moe_decode_sums": row["sums_us"]} if "sums_us" in row else {}
+    return sums | {"xen_moe_decode_layer": round(row["layer_us"] - row["xla_us"] - sum(sums.values()), 1)}
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
@@ -376,12 +425,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     chips = ("v5e", "v5p", "v6e", "tpu7x")
     parser.add_argument("--generations", nargs="+", choices=list(tpu_topologies.TOPOLOGIES), default=list(chips))
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(SHOWN))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="of a device")
     parser.add_argument("--grouped-matmul", default="auto", help="auto takes the decode kernel")
     parser.add_argument("--weights", nargs="+", choices=list(WEIGHTS), default=["bfloat16"], help="as they are in HBM")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="write the figures here")
+    parser.add_argument("--json", help="write the figures here, and keep those of other layers that are there")
     parser.add_argument(
         "--check", metavar="FILE", help="compare the figures with this file's, and fail where they moved"
     )
@@ -407,12 +456,33 @@ def main(arguments: list[str] | None = None) -> int:
     }
     print("\n".join([*table(rows), "", NOTICE]))
     if options.json:
-        report.write_json(options.json, document)
+        report.write_json(options.json, document | {"results": merged(options.json, document)})
     if options.check:
         lines = moved(json.loads(pathlib.Path(options.check).read_text()), document)
         print("\n".join(lines) or f"{options.check}: every figure is as the kernels are")
         return int(bool(lines))
     return 0
+
+
+key = operator.itemgetter("generation", "model", "tokens", "weights", "matmul")
+"""Names a layer, of a row."""
+
+
+def merged(path: str, document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the rows of a document, and those of other layers that the file has if it was counted with the same
+    versions, in the order of the report."""
+    rows = {key(row): row for row in document["results"]}
+    if pathlib.Path(path).exists():
+        known = json.loads(pathlib.Path(path).read_text())
+        if known["versions"] == document["versions"]:
+            rows = {key(row): row for row in known["results"]} | rows
+    chips, models, weights = (list(names) for names in (tpu_topologies.TOPOLOGIES, MODELS, WEIGHTS))
+
+    def place(row: dict[str, Any]) -> tuple[Any, ...]:
+        numbers = chips.index(row["generation"]), models.index(row["model"]), weights.index(row["weights"])
+        return row["matmul"] != "auto", *numbers, row["tokens"]
+
+    return sorted(rows.values(), key=place)
 
 
 def moved(known: dict[str, Any], again: dict[str, Any]) -> list[str]:
@@ -426,7 +496,6 @@ def moved(known: dict[str, Any], again: dict[str, Any]) -> list[str]:
             raise ValueError(
                 f"--check: the file was counted with {name} {known['versions'][name]}, not {again['versions'][name]}"
             )
-    key = operator.itemgetter("generation", "model", "tokens", "weights", "matmul")
     rows, lines = {key(row): row for row in known["results"]}, []
     for row in again["results"]:
         if key(row) not in rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 pytest.importorskip("flax", reason="the layer's configuration is the Flax layers': pip install 'xen-moe-jax[flax]'")
 
+from benchmarks.tpu import decode
 from tests.support import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results" / "tpu_decode.json"
@@ -24,7 +26,7 @@ def counted(generation, model, tokens, weights, path):
     options = ["--generations", generation, "--models", model, "--tokens", str(tokens)]
     options += ["--weights", weights, "--json", str(path)]
     counted_with = json.loads(RESULTS.read_text())["versions"]["jax"]  # another jax makes other programs
-    if generation != "v4" and weights == "bfloat16" and jax.__version__ == counted_with:  # the file has no others
+    if generation != "v4" and jax.__version__ == counted_with:  # the file has no v4
         options += ["--check", str(RESULTS)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
@@ -37,6 +39,28 @@ def counted(generation, model, tokens, weights, path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (row,) = json.loads(path.read_text())["results"]
     return row
+
+
+def test_a_run_keeps_the_other_layers_of_a_file(tmp_path):
+    row = {"generation": "v5p", "model": "DeepSeek-V3", "tokens": 8, "weights": "int8", "matmul": "auto", "ratio": 1.0}
+    other = row | {"generation": "v5e", "model": "Qwen3-30B-A3B", "weights": "bfloat16"}
+    document = {"versions": {"jax": "1"}, "results": [row, other]}
+    path = tmp_path / "decode.json"
+    path.write_text(json.dumps(document))
+    again = document | {"results": [row | {"ratio": 2.0}]}
+    assert decode.merged(str(path), again) == [other, row | {"ratio": 2.0}]
+    assert decode.merged(str(path), again | {"versions": {"jax": "2"}}) == again["results"]
+
+
+def test_the_file_has_every_layer_of_the_page():
+    """bfloat16 for all models, weights of one byte for DeepSeek-V3, and the layer that others have measured."""
+    rows = {decode.key(row): row for row in json.loads(RESULTS.read_text())["results"]}
+    chips = ("v5e", "v5p", "v6e", "tpu7x")
+    layers = {(model, "bfloat16") for model in decode.SHOWN} | {("DeepSeek-V3", weights) for weights in decode.WEIGHTS}
+    wanted = {(c, m, t, w, "auto") for c, (m, w), t in itertools.product(chips, layers, decode.TOKENS)}
+    assert rows.keys() == wanted | {("tpu7x", decode.ANCHOR, tokens, "bfloat16", "auto") for tokens in (1, 8)}
+    anchor = rows["tpu7x", decode.ANCHOR, 1, "bfloat16", "auto"]
+    assert anchor["weights_us"] < anchor["layer_us"] < 98, anchor  # microseconds that sglang-jax has measured
 
 
 @pytest.mark.tpu_aot
