@@ -98,7 +98,7 @@ def part(name: str) -> Any:
 
     def commands(context: Context) -> list[list[str]]:
         command = [sys.executable, "-m", "benchmarks.tpu.chip", name, "--json", str(context.file(name))]
-        if name == "counted":
+        if name.startswith("counted"):
             command += ["--generation", context.generation or "unknown", "--devices", str(context.devices)]
         return [[*command, *(["--small"] if context.rehearse else [])]]
 
@@ -113,6 +113,7 @@ STEPS = (
     Step("plain-jax", 240, lambda c: [[*PYTEST, "tests/backends/reference", "-k", PLAIN_JAX]], default=False,
          about="the reference backend against the oracle, on CPU devices: by default in a rehearsal alone"),
     Step("counted", 240, part("counted"), about="the static estimate for this chip; nothing runs on it"),
+    Step("counted-further", 240, part("counted-further"), about="that of the kernels that no dispatch or combine has"),
     Step("conformance", 400, tests("conformance", CONFORMANCE, f"({WHOLE}) or {OTHERS}", cases="TestChips"),
          about="every layout, wire, routing and capacity, bit for bit"),
     Step("sizes", 240, tests("sizes", "tests/tpu/test_sizes.py", "not small_tokens"),
@@ -129,11 +130,12 @@ STEPS = (
     Step("few-tokens", 240, tests("few-tokens", CONFORMANCE, f"{WHOLE} and uniform", cases="TestFewTokens"),
          about="as a decode runs"),
     Step("operations", 400, part("operations"), about="times beside ragged_all_to_all and all_gather"),
-    Step("kernels", 400, part("kernels"), about="time of each kernel, beside its count"),
+    Step("kernels", 400, part("kernels"), about="time of each kernel of a dispatch and a combine, beside its count"),
+    Step("further", 400, part("further"), about="time of every other kernel, beside its count"),
     Step("layer-times", 300, part("layer"), about="a layer beside the same on ragged_all_to_all"),
 )  # fmt: skip
 ONE_AXIS = ("conformance", "sizes", "layer", "gradients", "halves", "drop-ins", "few-tokens", "operations", "kernels",
-            "layer-times")  # fmt: skip
+            "further", "layer-times")  # fmt: skip
 """Steps that do not leave a slice: left out where there are several, whose step is two-axes."""
 ONE_CHIP = ("info", "conformance", "gradients", "drop-ins")
 """Steps of fewer devices than `MESH`: with one rank."""
@@ -270,13 +272,14 @@ def measured(context: Context) -> dict[str, Any]:
     from benchmarks.tpu import chip
 
     parts: dict[str, Any] = {}
-    for name in ("counted", *chip.PARTS):
+    for name in (*chip.COUNTED, *chip.PARTS):
         if context.file(name).exists():
             parts[name] = json.loads(context.file(name).read_text())
     rows = {name: parts.get(name, {}).get("rows", []) for name in chip.PARTS}
-    if "counted" in parts:
-        parts["compared"] = chip.compared(parts["counted"], rows["kernels"], rows["operations"])
-        if rows["kernels"] or rows["operations"]:
+    estimates = [row for name in chip.COUNTED for row in parts.get(name, {}).get("rows", [])]
+    if estimates:
+        parts["compared"] = chip.compared(estimates, rows["kernels"] + rows["further"], rows["operations"])
+        if rows["kernels"] or rows["further"] or rows["operations"]:
             parts["table"] = chip.table(parts["compared"], rows["operations"] + rows["layer"])
     return parts
 

@@ -218,7 +218,7 @@ def check_halves(problem: Problem, config: xm.KernelConfig) -> None:
         got = xm.combine_done(xm.combine_start(rows(split), split.handle, **weighted))
         return jnp.sum(wanted != got)[None]
 
-    mapped = timing.on_ranks(differing, problem.mesh, timing.SPECS)
+    mapped = timing.on_ranks(differing, problem.mesh, timing.specs(problem.mesh))
     if count := int(jnp.sum(mapped(*problem.inputs.arrays()))):
         raise verify.WrongResultError(f"a round trip in halves: {count} elements differ from those of a whole one")
 

@@ -242,8 +242,9 @@ def tables_of(routing: Routing) -> tuple[int, int]:
     return tables, runs
 
 
-def works(program: Program, routing: Routing, padded: bool, tile: int = 16) -> dict[str, Work]:
-    """Trips of every kernel of a grouped or padded dispatch and combine on one axis."""
+def works(program: Program, routing: Routing, padded: bool, tile: int = 16, slices: int = 1) -> dict[str, Work]:
+    """Trips of every kernel of a grouped or padded dispatch and combine. With several `slices` those of a dispatch on
+    two axes, which forwards as many records as tokens have come from each."""
     from xen_moe_jax.pallas_kernels import index_rows, order_pairs
 
     blocks = {"push": 1, "place": 1, "reduce_slots": 1, "reduce_ranks": 1} | program.blocks
@@ -259,6 +260,17 @@ def works(program: Program, routing: Routing, padded: bool, tile: int = 16) -> d
     steps = -(-routing.ranks // sources)
     positions = sources * routing.top_k * (-(-routing.tokens // 128) * 128)
     fills = [n / index_rows.filled_at_once(n) for n in (positions, rows)]
+    forwarded = slices * routing.tokens
+    # of reduce_slots, which sends its sums, and of its form that stores them on this rank
+    reduced = (
+        Part("group", "", pairs.groups, copies=1, depth=2),
+        Part("turn", "", pairs.turns, copies=1, depth=3),
+        Part("fetch", FETCH, pairs.tiles, at_least=8, copies=2),
+        Part("fetch one", FETCH, pairs.singles, at_most=2, copies=2),
+        Part("add", "vld", pairs.turns - pairs.groups, 16, depth=3),
+        Part("wait", WAIT, pairs.waits, depth=3),
+    )
+    even, odd = (routing.sent - pairs.odd) / 4, pairs.odd
     return {
         "xen_moe_push": Work(
             routing.tokens / push,
@@ -308,21 +320,31 @@ def works(program: Program, routing: Routing, padded: bool, tile: int = 16) -> d
             ),
             routing.ranks,
         ),
+        "xen_moe_start": Work(0, (Part("start", SEND, routing.ranks, depth=1),), routing.ranks),
+        "xen_moe_done": Work(0, (Part("wait", WAIT, 2 * routing.ranks, at_most=1, depth=1),)),
+        "xen_moe_forward": Work(
+            forwarded / min(blocks.get("forward", forwarded), forwarded),
+            (Part("send", SEND, forwarded, depth=2),),
+            routing.ranks // slices,
+        ),
         "xen_moe_order_pairs": Work(pairs.given + 1, (Part("leave", "", pairs.blocks, copies=1, depth=2),)),
         "xen_moe_order_tokens": Work(pairs.blocks),
         "xen_moe_reduce_slots": Work(
             pairs.blocks,
             (
-                Part("group", "", pairs.groups, copies=1, depth=2),
-                Part("turn", "", pairs.turns, copies=1, depth=3),
-                Part("fetch", FETCH, pairs.tiles, at_least=8, copies=2),
-                Part("fetch one", FETCH, pairs.singles, at_most=2, copies=2),
-                Part("add", "vld", pairs.turns - pairs.groups, 16, depth=3),
-                Part("send", SEND, (routing.sent - pairs.odd) / 4, at_least=4, depth=3),
-                Part("send one", SEND, pairs.odd, at_most=1, depth=3),
-                Part("wait", WAIT, pairs.waits, depth=3),
+                *reduced,
+                Part("send", SEND, even, at_least=4, depth=3),
+                Part("send one", SEND, odd, at_most=1, depth=3),
             ),
             routing.ranks,
+        ),
+        "xen_moe_reduce_slots_local": Work(
+            pairs.blocks,
+            (
+                *reduced,
+                Part("store", STORE, even, at_least=4, depth=3),
+                Part("store one", STORE, odd, at_most=1, depth=3),
+            ),
         ),
         "xen_moe_reduce_ranks": Work(
             routing.tokens / ranks,
@@ -465,9 +487,11 @@ def counts(program: Program, routing: Routing, padded: bool) -> dict[str, Count]
     return found
 
 
-def counts_and_rest(program: Program, routing: Routing, padded: bool) -> tuple[dict[str, Count], dict[str, str]]:
+def counts_and_rest(
+    program: Program, routing: Routing, padded: bool, slices: int = 1
+) -> tuple[dict[str, Count], dict[str, str]]:
     """`counts`, and why a kernel was not counted: small programs have fewer loops than `works` names."""
-    known = works(program, routing, padded)
+    known = works(program, routing, padded, slices=slices)
     found, rest = {}, {}
     for name, loop in program.kernels.items():
         if name in known:

@@ -5,9 +5,11 @@ Parts, each a process of its own:
   `jax.lax.ragged_all_to_all` alone and `all_gather` + `psum_scatter`.
 - `kernels`: what each kernel of a dispatch and a combine takes. From the profiler where it shows TPU operations; else
   from programs that keep one kernel more each (`watch.keep`), as differences.
+- `further`: the same of all other kernels (`benchmarks.tpu.further`).
 - `layer`: an MoE layer, forward and with its gradients, beside the same layer on `jax.lax.ragged_all_to_all`.
 - `counted`: the static estimate, in which nothing runs: bundles of each kernel, XLA's estimate of its operations, time
   of the bytes on the wire and in HBM (`benchmarks.tpu.bundles`), of the chip that --generation and --devices name.
+- `counted-further`: that of the part `further`.
 
 `compared` joins the parts: measured over counted, for every kernel and operation. `benchmarks.tpu.here` says where a
 part runs; for a topology it only compiles, and writes the kernels of each program.
@@ -21,6 +23,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import os
 import pathlib
 import re
 import statistics
@@ -97,6 +100,8 @@ def counted(generation: str, devices: int, small: bool, folder: str) -> dict[str
             counts, uncounted = bundles.counts_and_rest(program, routing, case.layout == "padded")
             row: dict[str, Any] = {"case": case.name, "operation": operation, "tokens": case.tokens}
             row |= {"kernels": {kernel: round(c.total * us, 3) for kernel, c in counts.items()}}
+            given = topology, case, operation, bundles.moves(routing), sizes(small)["hidden"], top_k, devices
+            row |= {"bytes_us": programs.bytes_us(*given)}
             row |= {
                 "xla_us": bundles.xla_cycles(program.text) * us,
                 "wire_us": wire(moved["ici_bytes"], devices),
@@ -107,6 +112,37 @@ def counted(generation: str, devices: int, small: bool, folder: str) -> dict[str
             row["floor_us"] = max(row["wire_us"], row["hbm_us"], sum(row["kernels"].values()) + row["xla_us"])
             found.append(row)
     return {"generation": generation, "devices": devices, "topology": name, "estimates": True, "rows": found}
+
+
+def counted_further(generation: str, devices: int, small: bool, folder: str) -> dict[str, Any]:
+    """`counted` for the programs of the part `further`."""
+    from benchmarks.tpu import further, topologies
+    from benchmarks.tpu import here as places
+
+    name = topologies.TOPOLOGIES[generation].topology_of(devices)
+    os.environ[places.COMPILE_FOR] = name  # before `here` is asked for the first time
+    found = [further.counted(one, given, generation, folder) for one, given in further_programs(small)]
+    return {"generation": generation, "devices": devices, "topology": name, "estimates": True, "rows": found}
+
+
+def further_programs(small: bool) -> Iterator[tuple[Any, Any]]:
+    """`(further.Further, further.Given)` of every program that runs here."""
+    from benchmarks.tpu import further
+    from benchmarks.tpu import here as places
+
+    seen = set()
+    for one in further.FURTHER:
+        if (only and one.case(1).name not in only) or (small and one.operation in seen):
+            continue  # a rehearsal has one number of tokens
+        seen.add(one.operation)
+        case = one.case(places.here().count)
+        if small:
+            case = dataclasses.replace(case, tokens=SMALL_TOKENS[4096 if one.sizes is None else 128])
+        given = sizes(small) if one.sizes is None else further.sizes_of(further.decoded(small))
+        measured = prepared(case, given, one.slices)
+        if one.make is further.gradients and measured.config.backend != "pallas":
+            continue  # it calls kernels by themselves, of which the reference backend has none
+        yield one, further.Given(measured.problem, measured.config, small)
 
 
 HOSTS = {"v4-8": ("v4", 4), "v5e-8": ("v5e", 8), "v5p-8": ("v5p", 4), "v6e-8": ("v6e", 8), "7x-8": ("tpu7x", 8)}
@@ -147,35 +183,40 @@ class Measured:
     config: Any
 
 
-def prepared(case: Case, small: bool) -> Measured:
-    """The case's workload, placed; for a topology its shapes alone."""
+def prepared(case: Case, sizes: dict[str, int], slices: int = 1) -> Measured:
+    """The case's workload, placed; for a topology its shapes alone. With several slices the mesh has a slow axis."""
     import jax
 
+    from benchmarks.tpu import further
     from benchmarks.tpu import here as places
     from xen_moe_jax.tuning import problem as problems
     from xen_moe_jax.tuning import workload
 
     here = places.here()
-    found: dict[str, Any] = {**sizes(small)}
+    found: dict[str, Any] = {**sizes}
     work = workload.Workload(
         case.tokens, ranks=here.count, wire=case.dispatch_wire, combine_wire=case.combine_wire, layout=case.layout,
         capacity_factor=CAPACITY_FACTOR if case.layout == "grouped" else None, **found,
     )  # fmt: skip
-    mesh = places.mesh((here.count,), (problems.AXIS,))
-    if here.kind != "topology":
-        return Measured(case, problems.make_problem(work, mesh), places.config())
+    several = slices > 1
+    shape = (slices, here.count // slices) if several else (here.count,)
+    mesh = places.mesh(shape, (further.SLOW_AXIS, problems.AXIS) if several else (problems.AXIS,))
     idx, weights = workload.draw_topk_idx(work), workload.draw_topk_weights(work)
+    caps = workload.capacities(work, idx)
+    if here.kind != "topology":
+        inputs = problems.place_inputs(work, mesh, idx, weights)
+        return Measured(case, problems.Problem(work, mesh, idx, weights, caps, inputs), places.config())
+    of_rank, of_pool, _ = problems.specs(mesh)
 
     def struct(shape: tuple[int, ...], dtype: Any, spec: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
 
     pool = (work.pool, work.ranks * work.tokens, work.top_k)
     inputs = problems.Inputs(
-        struct((work.ranks * work.tokens, work.hidden), work.compute_dtype, problems.RANK_SPEC),
-        struct(pool, "int32", problems.POOL_SPEC),
-        struct(pool, "float32", problems.POOL_SPEC),
+        struct((work.ranks * work.tokens, work.hidden), work.compute_dtype, of_rank),
+        struct(pool, "int32", of_pool),
+        struct(pool, "float32", of_pool),
     )
-    caps = workload.capacities(work, idx)
     return Measured(case, problems.Problem(work, mesh, idx, weights, caps, inputs), places.config())
 
 
@@ -280,7 +321,7 @@ def measure_operations(small: bool, put: Callable[[dict], None]) -> Clock:
 
     clock = Clock(small)
     for case in cases(small)[-1:] if small else cases(small):
-        measured = prepared(case, small)
+        measured = prepared(case, sizes(small))
         started = []
         for program in operations_of(measured):
             name = f"{case.name}, {program.operation}, {program.name}"
@@ -376,35 +417,50 @@ def differences(names: list[str], us: list[float]) -> dict[str, float]:
     return found
 
 
+def time_kernels(clock: Clock, measured: Measured, program: Any, operation: str, put: Callable[[dict], None]) -> None:
+    """The kernels of one program."""
+    from benchmarks.tpu import watch
+
+    label, small = f"{measured.case.name}, {operation}", clock.small
+    whole = clock.start(f"{label}, whole", measured, program, watch.keep(None))
+    row: dict[str, Any] = {"case": measured.case.name, "operation": operation}
+    names = clock.compiled[-1]["kernels"]
+    if whole is not None:
+        timed, _ = whole
+        by_profile = {} if small else profiled(timed.run_once, timed.inner)
+        if by_profile:
+            put(row | {"by": "profile", "us": by_profile})
+            return
+    times = []
+    for kept in range(len(names)):
+        name = f"{label}, {kept} of {len(names)} kernels"
+        one = clock.start(name, measured, program, watch.keep(kept))
+        if one is not None:
+            times.append(min(clock.time(name, one, 2 if small else 5)))
+    if whole is not None:
+        times.append(min(clock.time(f"{label}, whole", whole, 2 if small else 5)))
+        put(row | {"by": "programs with one kernel more each", "us": differences(names, times)})
+
+
 def measure_kernels(small: bool, put: Callable[[dict], None]) -> Clock:
     """Each kernel of a dispatch and a combine."""
-    from benchmarks.tpu import watch
     from xen_moe_jax.tuning import programs
 
     clock = Clock(small)
     for case in cases(small)[:1] if small else cases(small):
-        measured = prepared(case, small)
+        measured = prepared(case, sizes(small))
         work, caps = measured.problem.work, measured.problem.caps
         for program in programs.own_programs(work, caps, measured.config, OPERATIONS):
-            label = f"{case.name}, {program.operation}"
-            whole = clock.start(f"{label}, whole", measured, program, watch.keep(None))
-            row: dict[str, Any] = {"case": case.name, "operation": program.operation}
-            names = clock.compiled[-1]["kernels"]
-            if whole is not None:
-                timed, _ = whole
-                by_profile = {} if small else profiled(timed.run_once, timed.inner)
-                if by_profile:
-                    put(row | {"by": "profile", "us": by_profile})
-                    continue
-            times = []
-            for kept in range(len(names)):
-                name = f"{label}, {kept} of {len(names)} kernels"
-                one = clock.start(name, measured, program, watch.keep(kept))
-                if one is not None:
-                    times.append(min(clock.time(name, one, 2 if small else 5)))
-            if whole is not None:
-                times.append(min(clock.time(f"{label}, whole", whole, 2 if small else 5)))
-                put(row | {"by": "programs with one kernel more each", "us": differences(names, times)})
+            time_kernels(clock, measured, program, program.operation, put)
+    return clock
+
+
+def measure_further(small: bool, put: Callable[[dict], None]) -> Clock:
+    """Each kernel of the programs of `benchmarks.tpu.further`."""
+    clock = Clock(small)
+    for one, given in further_programs(small):
+        case = dataclasses.replace(one.case(given.work.ranks), tokens=given.work.tokens)
+        time_kernels(clock, Measured(case, given.problem, given.config), one.make(given), one.operation, put)
     return clock
 
 
@@ -421,7 +477,7 @@ def layer_programs(small: bool) -> Iterator[tuple[str, str, Any, Any, Callable[[
     from benchmarks.tpu import layer_programs as peers
 
     case = next(case for case in cases(small) if case.name == "throughput-bf16")
-    measured = prepared(case, small)
+    measured = prepared(case, sizes(small))
     width = 64 if small else WIDTH
     config = dataclasses.replace(peers.config_of(measured.problem.work, width, "ragged_dot"), kernel=measured.config)
     given = layers.LayerProblem(measured.problem, config, 1)
@@ -507,19 +563,24 @@ def measure_layer(small: bool, put: Callable[[dict], None]) -> Clock:
 # -- together ---------------------------------------------------------------------------------------------------------
 
 
-def compared(estimate: dict[str, Any], kernels: list[dict[str, Any]], operations: list[dict[str, Any]]) -> dict:
+def compared(
+    estimates: list[dict[str, Any]], kernels: list[dict[str, Any]], operations: list[dict[str, Any]]
+) -> dict[str, Any]:
     """Measured over counted: for every kernel of every case and operation, and for the operations; the kernels that are
-    slow (`SLOW`).
+    slow (`SLOW`). A kernel counts as its bundles, or as the bytes that it moves where those take longer.
     """
-    rows = {(row["case"], row["operation"]): row for row in estimate["rows"]}
+    rows = {(row["case"], row["operation"]): row for row in estimates}
     found = []
     for row in kernels:
-        count = rows.get((row["case"], row["operation"]), {"kernels": {}})["kernels"]
+        known = rows.get((row["case"], row["operation"]), {"kernels": {}})
         whole = sum(row["us"].values())
         for kernel, us in row["us"].items():
+            bundles, moving = known["kernels"].get(kernel), known.get("bytes_us", {}).get(kernel, 0.0)
+            count = None if bundles is None else max(bundles, moving)
             entry = {"case": row["case"], "operation": row["operation"], "kernel": kernel, "by": row["by"]}
-            entry |= {"measured_us": us, "counted_us": count.get(kernel), "share": us / whole if whole else 0.0}
-            found.append(entry | {"ratio": us / count[kernel] if count.get(kernel) else None})
+            entry |= {"measured_us": us, "counted_us": count, "bundles_us": bundles, "bytes_us": moving}
+            entry |= {"share": us / whole if whole else 0.0}
+            found.append(entry | {"ratio": us / count if count else None})
     ratios = [entry["ratio"] for entry in found if entry["ratio"] is not None]
     median = statistics.median(ratios) if ratios else None
     for entry in found:
@@ -535,11 +596,11 @@ def compared(estimate: dict[str, Any], kernels: list[dict[str, Any]], operations
 
 def table(comparison: dict[str, Any], operations: list[dict[str, Any]]) -> str:
     """For people: kernels with their ratios, then operations with the peers."""
-    lines = [f"{'case':<18}{'operation':<10}{'kernel':<24}{'measured us':>12}{'counted us':>12}{'ratio':>12}"]
+    lines = [f"{'case':<22}{'operation':<24}{'kernel':<30}{'measured us':>12}{'counted us':>12}{'ratio':>12}"]
     for entry in comparison["kernels"]:
         count, ratio = entry["counted_us"], entry["ratio"]
         lines.append(
-            f"{entry['case']:<18}{entry['operation']:<10}{entry['kernel']:<24}{entry['measured_us']:>12.1f}"
+            f"{entry['case']:<22}{entry['operation']:<24}{entry['kernel']:<30}{entry['measured_us']:>12.1f}"
             f"{'-' if count is None else f'{count:.1f}':>12}{'-' if ratio is None else f'{ratio:.2f}':>12}"
             f"{'  SLOW' if entry['slow'] else ''}"
         )
@@ -554,7 +615,13 @@ def table(comparison: dict[str, Any], operations: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-PARTS = {"operations": measure_operations, "kernels": measure_kernels, "layer": measure_layer}
+PARTS = {
+    "operations": measure_operations,
+    "kernels": measure_kernels,
+    "further": measure_further,
+    "layer": measure_layer,
+}
+COUNTED = {"counted": counted, "counted-further": counted_further}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -563,15 +630,17 @@ def main(arguments: list[str] | None = None) -> int:
     from benchmarks.tpu import watch
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("counted", *PARTS))
+    parser.add_argument("part", choices=(*COUNTED, *PARTS))
     parser.add_argument("--json", type=pathlib.Path, required=True)
     parser.add_argument("--small", action="store_true", help="sizes that the interpreter can run")
-    parser.add_argument("--generation", choices=TPU_GENERATIONS, help="of the part counted; default: every host")
+    parser.add_argument(
+        "--generation", choices=TPU_GENERATIONS, help="of counted and counted-further; default: every host"
+    )
     parser.add_argument("--cases", nargs="+", choices=TPU_CASES, default=[], help="default: all")
-    parser.add_argument("--devices", type=int, default=8, help="of the part counted")
+    parser.add_argument("--devices", type=int, default=8, help="of that chip")
     options = parser.parse_args(arguments)
     only[:] = options.cases
-    if options.part == "counted":
+    if options.part in COUNTED:
         from benchmarks.tpu import dump, topologies
 
         folder = tempfile.mkdtemp(prefix="xen_moe_bundles_")
@@ -581,8 +650,11 @@ def main(arguments: list[str] | None = None) -> int:
 
         jax.config.update("jax_platforms", "cpu")
         if options.generation:
-            write(options.json, counted(options.generation, options.devices, options.small, folder))
+            count = COUNTED[options.part]
+            write(options.json, count(options.generation, options.devices, options.small, folder))
             return 0
+        if options.part != "counted":
+            parser.error(f"{options.part}: name a --generation; a process has the chips of one host")
         from benchmarks.lib import report
 
         found = {host: counted(*chip, options.small, folder) for host, chip in HOSTS.items()}

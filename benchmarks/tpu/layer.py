@@ -163,7 +163,10 @@ def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) ->
     seconds = time.monotonic() - begin
     us = 1e6 / chip.clock_hz
     counted, uncounted = kernel_cycles(compiled, devices, seed)
-    grouped = grouped_cycles(compiled, chip, devices, seed)
+    experts = tpu_bundles.uniform_routing(
+        TOKENS, devices, SIZES["experts"], SIZES["top_k"], tpu_bundles.Grouping(16), seed
+    ).experts
+    grouped = grouped_cycles(compiled, chip, experts)
     own = program == tpu_layer_programs.OWN
     version = {"tokamax": importlib.metadata.version("tokamax")} if matmul == "tokamax" else {}
     ici = ici_bytes(own, devices, seed)
@@ -212,18 +215,18 @@ def kernel_cycles(program: tpu_bundles.Program, devices: int, seed: int) -> tupl
 
 
 def grouped_cycles(
-    program: tpu_bundles.Program, chip: tpu_topologies.Topology, devices: int, seed: int
+    program: tpu_bundles.Program, chip: tpu_topologies.Topology, experts: tuple[int, ...]
 ) -> dict[str, float]:
     """Cycles of the kernels of the matmuls' gradients by name, instances of one name together. A piece of rows takes
     its bundles, or the peak time of its products where that is longer. Pieces with more products have more bundles:
     kernels and the calls that were traced are matched in this order. Calls of the same shapes may be one kernel.
 
+    Args:
+      experts: rows of each expert of a rank.
+
     Raises:
       ValueError: there are other kernels than calls.
     """
-    routing = tpu_bundles.uniform_routing(
-        TOKENS, devices, SIZES["experts"], SIZES["top_k"], tpu_bundles.Grouping(16), seed
-    )
     found = {}
     for name in tpu_bundles.GROUPED:
         calls = collections.Counter(grid for grid in program.grids if grid.kernel == name)
@@ -237,8 +240,8 @@ def grouped_cycles(
             zeros, *_, multiplied = _of_grid(loop)[::-1]
             step = sum(inner.bundles for inner in loop.inner)
             least = 2 * grid.products * loop.cores / chip.flops_per_s * chip.clock_hz
-            pieces = visits(routing.experts, grid.piece) * max(multiplied, least)
-            pieces += (grid.rows - sum(routing.experts)) // grid.piece * zeros
+            pieces = visits(experts, grid.piece) * max(multiplied, least)
+            pieces += (grid.rows - sum(experts)) // grid.piece * zeros
             cycles = (grid.steps * step + grid.across * pieces) / loop.cores
             found[name] += (calls[grid] if alike else 1) * cycles
     return {name: cycles for name, cycles in found.items() if cycles}

@@ -38,6 +38,9 @@ CASES = (
     Case("low-latency-bf16", 128, "padded", None, None),
 )
 
+SENDING = ("push", "reduce_slots", "exchange", "forward", "done")
+"""Kernels that end when rows have travelled to other ranks: a start half does not wait, its done half does."""
+
 # -- counting ---------------------------------------------------------------------------------------------------------
 
 
@@ -144,6 +147,34 @@ def traffic(case: Case, operation: str, counts: Counts, hidden: int, top_k: int 
         "remote_dmas": remote,
         "local_dmas": local,
     }
+
+
+def bytes_us(
+    chip: Any, case: Case, operation: str, counts: Counts, hidden: int, top_k: int = 8, ranks: int = 8
+) -> dict[str, float]:
+    """Microseconds that HBM and the wire need for the bytes of each kernel that moves rows, the longer of both. A
+    kernel of a dispatch, a combine, their halves or an exchange takes at least this long, however few its bundles.
+
+    Args:
+      chip: a `topologies.Topology`. operation: one of `static.OPERATIONS`.
+    """
+    moved = traffic(case, operation, counts, hidden, top_k, ranks)
+    record, row = moved["record_bytes"], 2 * hidden
+    tokens, records, rows = case.tokens * row, counts.records * record, counts.rows * row
+    if operation == "exchange":
+        of_kernel = {"exchange": 2 * rows}
+    elif operation.startswith("combine"):
+        of_kernel = {"reduce_slots": 2 * rows + records, "reduce_ranks": records + tokens}
+        of_kernel |= {"reduce_slots_local": of_kernel["reduce_slots"]}
+    else:
+        of_kernel = {"push": tokens + records, "pack": tokens + records, "forward": 2 * records}
+        of_kernel |= {"place": counts.rows * record + rows}
+    wire = chip.all_to_all_us(moved["ici_bytes"], ranks)
+    found = {name: size / chip.hbm_bytes_per_s * 1e6 for name, size in of_kernel.items()}
+    for name in SENDING:
+        if name in found or name == "done":
+            found[name] = max(found.get(name, 0.0), wire)
+    return {f"xen_moe_{name}": round(us, 3) for name, us in found.items()}
 
 
 # -- compiling --------------------------------------------------------------------------------------------------------

@@ -244,7 +244,7 @@ def test_calls_chained_by_barriers_all_run(problem):
         carry = counting.initial(operands, idx_pool[0], weights_pool[0])
         return timing.chained_by_barriers(counting, operands, carry, idx_pool, weights_pool, 11, 4)
 
-    calls, seen = timing.on_ranks(loop, problem.mesh, timing.SPECS)(*problem.inputs.arrays())
+    calls, seen = timing.on_ranks(loop, problem.mesh, timing.specs(problem.mesh))(*problem.inputs.arrays())
     np.testing.assert_array_equal(np.asarray(calls).reshape(-1), 11)
     of_calls = [i % 4 % 3 for i in range(11)]
     np.testing.assert_array_equal(np.asarray(seen), sum(problem.topk_idx[p].sum((1, 2)) for p in of_calls))

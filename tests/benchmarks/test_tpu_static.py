@@ -92,6 +92,22 @@ def test_the_targets_hold_in_the_file():
             assert core <= tpu_budget.MOST_OF_WIRE * wire, (generation, case.name, core, wire)
 
 
+def test_the_hosts_of_eight_devices_have_the_same_counts():
+    """tpu_hosts.json is made by another command, and kernels that change move both: neither may be older."""
+    rows = json.loads(RESULTS.read_text())["results"]
+    found = json.loads((RESULTS.parent / "tpu_hosts.json").read_text())["hosts"].values()
+    hosts = [host for host in found if host["devices"] == 8]
+    assert len(hosts) == 3
+    for host in hosts:
+        for case in CASES:
+            pair = budgets(rows, host["generation"], case.name)[8]
+            mine = [row for row in host["rows"] if row["case"] == case.name]
+            for row, terms in zip(mine, pair, strict=True):
+                counted = sum(row["kernels"].values()), row["xla_us"], row["wire_us"]
+                known = terms["kernels_us"], terms["xla_us"], terms["wire_us"]
+                assert counted == pytest.approx(known, abs=0.06), (host["topology"], row, terms)
+
+
 @pytest.mark.parametrize("cases", [["low-latency-bf16"], ["throughput-bf16", "low-latency-bf16"], None])
 def test_any_choice_of_cases_can_be_drawn(cases, tmp_path):
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib: pip install 'xen-moe-jax[plot]'")

@@ -1,6 +1,7 @@
 """The programs that `tools/tpu_check.py` runs on TPUs, compiled ahead of time by libtpu for the chips of one host.
 
-CI compiles, for each generation, each kind of step once; `slow` compiles all of them.
+`make test` compiles one of each class of tests for one host. CI compiles, for every host, each kind of step and every
+kernel; `slow` compiles all programs at their full sizes.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ import pytest
 pytest.importorskip("libtpu", reason="compiling for TPU needs libtpu: pip install 'xen-moe-jax[tpu]'")
 pytest.importorskip("tools.tpu_check", reason="tools are part of a checkout alone")
 
-from benchmarks.tpu import chip
+from benchmarks.tpu import chip, further
 from benchmarks.tpu.here import COMPILE_FOR
-from tests.support import processes
+from tests.support import ROOT, processes
 from tools import tpu_check
 
 pytestmark = pytest.mark.tpu_aot
 
 HOSTS = {"v4-8": "v4:2x2x1", "v5e-8": "v5e:2x4", "v5p-8": "v5p:2x2x1", "v6e-8": "v6e:2x4", "7x-8": "tpu7x:2x2x1"}
 """The name of a host, and its topology."""
-QUICK = "(TestHalves and [ranked/uniform]) or (TestFewTokens and [padded/uniform]) or (sizes and values[128])"
+QUICK = "(TestHalves and [ranked/uniform]) or (TestFewTokens and [padded/uniform]) or (TestOneChip and in_segments)"
 EACH_KIND = " or ".join(
     [
         "(TestChips and ([grouped/uniform] or [grouped-fp8/uniform] or [padded-scaled-int8/uniform]))",
@@ -63,6 +64,47 @@ def test_some_programs_compile():
     assert compile_tests(HOSTS["v5p-8"], QUICK) == 3
 
 
+def counts(host: str, part: str, folder, *arguments: str) -> list[dict]:
+    """Returns the rows of the static estimate."""
+    path, (generation, devices) = folder / "counts.json", chip.HOSTS[host]
+    command = [sys.executable, "-m", "benchmarks.tpu.chip", part, "--json", str(path), "--generation", generation]
+    command += ["--devices", str(devices), *arguments]
+    (done,) = processes.run_all([command], seconds=3000, env=processes.environment())
+    assert done.ok, done.output[-4000:]
+    return json.loads(path.read_text())["rows"]
+
+
+def assert_compiled(rows: list[dict], absent: set[str]) -> None:
+    """Every kernel that no dispatch or combine has is in one of the programs."""
+    compiled = {kernel for row in rows for kernel in row["compiled"]}
+    assert set(further.KERNELS) - set(further.OF_OPERATIONS) - absent <= compiled <= set(further.KERNELS)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_every_kernel_compiles(host, tmp_path):
+    """At small sizes, of which none has rows enough for both cores of a device."""
+    assert_compiled(counts(host, "counted-further", tmp_path, "--small"), {"xen_moe_decode_sums"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", HOSTS)
+def test_every_kernel_has_a_count(host, tmp_path):
+    """At full size. One kernel adds up the rows of two cores, where a device has two and VMEM for a layer of many
+    tokens."""
+    rows = counts(host, "counted-further", tmp_path)
+    assert_compiled(rows, {"xen_moe_decode_sums"} if host != "v5p-8" else set())
+    for row in rows:
+        assert set(row["compiled"]) == set(row["kernels"]) and row["uncounted"] == {}, row
+        assert all(us > 0 for us in row["kernels"].values()), row
+
+
+def test_every_kernel_is_timed():
+    """The check knows the name of each kernel that `pallas_kernels/` gives to one on TPUs."""
+    folder = ROOT / "pallas_kernels"
+    named = {name for path in folder.glob("*.py") for name in re.findall(r'"(xen_moe_\w+)"', path.read_text())}
+    assert named == set(further.KERNELS)
+
+
 @pytest.mark.parametrize("host", HOSTS)
 def test_each_kind_of_program_compiles(host):
     assert compile_tests(HOSTS[host], EACH_KIND) == 14
@@ -87,10 +129,10 @@ def assert_timed(programs: list[dict], cases: int, peers: int) -> None:
     assert len(programs) == len(own) + peers * (len(chip.PEERS) + 1)
 
 
-def assert_fewer_and_fewer(programs: list[dict], cases: int) -> None:
-    """A program for each kernel of a dispatch and a combine, besides the whole, with so many kernels in their order."""
+def assert_fewer_and_fewer(programs: list[dict], operations: int) -> None:
+    """A program for each kernel of an operation, besides the whole, with so many kernels in their order."""
     whole = [p for p in programs if p["program"].endswith(", whole")]
-    assert len(whole) == 2 * cases and len(programs) == sum(1 + len(p["kernels"]) for p in whole)
+    assert len(whole) == operations and len(programs) == sum(1 + len(p["kernels"]) for p in whole)
     for all_of_them in whole:
         label = all_of_them["program"].removesuffix("whole")
         fewer = [p for p in programs if p["program"].startswith(label) and p is not all_of_them]
@@ -100,15 +142,16 @@ def assert_fewer_and_fewer(programs: list[dict], cases: int) -> None:
 def test_what_is_timed_of_a_decode_compiles(tmp_path):
     decode = ("--cases", "low-latency-bf16")
     assert_timed(compile_part(HOSTS["v5e-8"], "operations", tmp_path, *decode), 1, 1)
-    assert_fewer_and_fewer(compile_part(HOSTS["v4-8"], "kernels", tmp_path, *decode), 1)
+    assert_fewer_and_fewer(compile_part(HOSTS["v4-8"], "kernels", tmp_path, *decode), 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("host", HOSTS)
 def test_all_that_is_timed_compiles(host, tmp_path):
     cases = len(chip.cases(False))
+    assert_fewer_and_fewer(compile_part(HOSTS[host], "further", tmp_path), len(further.FURTHER))
     assert_timed(compile_part(HOSTS[host], "operations", tmp_path), cases, len(chip.AGAINST_PEERS))
-    assert_fewer_and_fewer(compile_part(HOSTS[host], "kernels", tmp_path), cases)
+    assert_fewer_and_fewer(compile_part(HOSTS[host], "kernels", tmp_path), 2 * cases)
     layers = compile_part(HOSTS[host], "layer", tmp_path)
     assert [bool(p["kernels"]) for p in layers] == [True, True, False]
 

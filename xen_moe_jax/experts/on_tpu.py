@@ -106,6 +106,7 @@ def behind_activation(
     factors: jax.Array,
     group_sizes: jax.Array,
     activation: Activation,
+    config: KernelConfig = DEFAULT,
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
     """Returns the gradients of `(f * a(projections)) @ weight[expert]`, by the kernel `activation_gradients`.
 
@@ -118,7 +119,7 @@ def behind_activation(
       The cotangents of the projections; the rows `f * a(projections)`, and float32 `[C]`, the cotangent of `f`.
     """
     found = _gradients_p.bind(
-        cotangent, weight, factors, group_sizes, *projections, activation=activation, config=DEFAULT
+        cotangent, weight, factors, group_sizes, *projections, activation=activation, config=config
     )
     return found[:-2], *found[-2:]
 

@@ -24,6 +24,16 @@ SPECS = (RANK_SPEC, POOL_SPEC, POOL_SPEC)
 """Specs of `Inputs.arrays()`."""
 
 
+def rank_spec(mesh: Mesh) -> PartitionSpec:
+    """`RANK_SPEC` on a mesh that may have a slow axis in front of `AXIS`: all axes together split the ranks."""
+    return RANK_SPEC if mesh.axis_names == (AXIS,) else PartitionSpec(mesh.axis_names)
+
+
+def specs(mesh: Mesh) -> tuple[PartitionSpec, ...]:
+    """`SPECS` on such a mesh."""
+    return SPECS if mesh.axis_names == (AXIS,) else (rank_spec(mesh), *[PartitionSpec(None, mesh.axis_names)] * 2)
+
+
 @dataclasses.dataclass(frozen=True)
 class Inputs:
     """Global arrays of a workload on a mesh: `x [R*T,H]`, `topk_idx` and `topk_weights [P,R*T,K]`."""
@@ -95,6 +105,8 @@ def make_problem(work: Workload, mesh: Mesh | None = None) -> Problem:
 def place_inputs(work: Workload, mesh: Mesh, topk_idx: np.ndarray, topk_weights: np.ndarray) -> Inputs:
     """Puts each rank's share on its device; works with one process or many."""
 
+    of_rank, of_pool, _ = specs(mesh)
+
     def tokens(index):
         start = (index[0].start or 0) // work.tokens
         stop = start + (index[0].stop - index[0].start if index[0].stop else work.ranks * work.tokens) // work.tokens
@@ -102,8 +114,8 @@ def place_inputs(work: Workload, mesh: Mesh, topk_idx: np.ndarray, topk_weights:
 
     def pool(values):
         flat = values.reshape(work.pool, work.ranks * work.tokens, work.top_k)
-        return jax.make_array_from_callback(flat.shape, NamedSharding(mesh, POOL_SPEC), lambda index: flat[index])
+        return jax.make_array_from_callback(flat.shape, NamedSharding(mesh, of_pool), lambda index: flat[index])
 
     x_shape = (work.ranks * work.tokens, work.hidden)
-    x = jax.make_array_from_callback(x_shape, NamedSharding(mesh, RANK_SPEC), tokens)
+    x = jax.make_array_from_callback(x_shape, NamedSharding(mesh, of_rank), tokens)
     return Inputs(x, pool(topk_idx), pool(topk_weights))

@@ -142,15 +142,17 @@ def apply_experts(work: Workload, routed: Any, rows: jax.Array, experts: Experts
     return total.astype(rows.dtype)
 
 
-def own_dispatch(work: Workload, caps: Capacities, config: xm.KernelConfig, name: str) -> Program:
-    """dispatch alone; layout work is part of it."""
+def own_dispatch(
+    work: Workload, caps: Capacities, config: xm.KernelConfig, name: str, dispatch: Callable[..., Any] = xm.dispatch
+) -> Program:
+    """dispatch alone, or another form of it that takes the same arguments; layout work is part of it."""
     arguments = dispatch_arguments(work, caps, config)
 
     def prepare(x, topk_idx, topk_weights):
         return xm.quantize(x, dtype=work.dtype) if work.block_scaled else x
 
     def step(tokens, rows, topk_idx, topk_weights):
-        return xm.dispatch(tokens, topk_idx, topk_weights, **arguments).x
+        return dispatch(tokens, topk_idx, topk_weights, **arguments).x
 
     def initial(tokens, topk_idx, topk_weights):
         rows = jax.eval_shape(lambda: step(tokens, None, topk_idx, topk_weights))
@@ -181,13 +183,21 @@ def own_redispatch(work: Workload, caps: Capacities, config: xm.KernelConfig, na
     return Program(name, "redispatch", prepare, initial, step)
 
 
-def own_combine(work: Workload, caps: Capacities, config: xm.KernelConfig, name: str) -> Program:
-    """combine alone, weighted where the layout allows, of the rows that a dispatch of the first routing brought."""
+def own_combine(
+    work: Workload,
+    caps: Capacities,
+    config: xm.KernelConfig,
+    name: str,
+    dispatch: Callable[..., Any] = xm.dispatch,
+    combine: Callable[..., Any] = xm.combine,
+) -> Program:
+    """combine alone, weighted where the layout allows, of the rows that a dispatch of the first routing brought; or
+    other forms of both that take the same arguments."""
     # the expert outputs are in the compute dtype, independent of the tokens' wire
     arguments = dispatch_arguments(work, caps, config) | {"wire": None}
 
     def prepare(x, topk_idx, topk_weights):
-        routed = xm.dispatch(x, topk_idx, topk_weights, **arguments)
+        routed = dispatch(x, topk_idx, topk_weights, **arguments)
         return routed.x, routed.handle
 
     def initial(operands, topk_idx, topk_weights):
@@ -196,7 +206,7 @@ def own_combine(work: Workload, caps: Capacities, config: xm.KernelConfig, name:
     def step(operands, out, topk_idx, topk_weights):
         y, handle = operands
         handle = dataclasses.replace(handle, topk_idx=handle.topk_idx - never(out))
-        return xm.combine(y, handle, weighted=work.layout != "ranked", wire=work.combine_wire, config=config)
+        return combine(y, handle, weighted=work.layout != "ranked", wire=work.combine_wire, config=config)
 
     return Program(name, "combine", prepare, initial, step)
 

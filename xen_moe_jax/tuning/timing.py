@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from xen_moe_jax.tuning.problem import RANK_SPEC, SPECS, Problem
+from xen_moe_jax.tuning.problem import Problem, rank_spec, specs
 from xen_moe_jax.tuning.programs import Program
 
 
@@ -66,7 +66,7 @@ def memory_bytes(compiled: Any) -> dict[str, int]:
 
 def on_ranks(function: Any, mesh: Mesh, in_specs: Any) -> Any:
     """`function` on every rank, jitted; all results are sharded over the leading axis."""
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=RANK_SPEC, check_vma=False))
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=rank_spec(mesh), check_vma=False))
 
 
 def pick(pool: jax.Array, i: jax.Array) -> jax.Array:
@@ -100,15 +100,7 @@ def compile_only(
     """
     mesh, inputs = problem.mesh, problem.inputs
     inner = max(1, inner // program.relative_cost)
-
-    def first(x, idx_pool, weights_pool):
-        return program.prepare(x, idx_pool[0], weights_pool[0])
-
-    whole = on_ranks(first, mesh, SPECS)
-    sharding = jax.sharding.NamedSharding(mesh, RANK_SPEC)
-    prepared = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), jax.eval_shape(whole, *inputs.arrays())
-    )
+    whole, prepared = preparing(program, problem)
     prepare = whole.lower(*inputs.arrays()).compile()
 
     def loop(prepared, idx_pool, weights_pool):
@@ -121,24 +113,43 @@ def compile_only(
             return chained_by_barriers(program, prepared, carry, idx_pool, weights_pool, inner, unroll)
         return jax.lax.fori_loop(0, inner, body, carry, unroll=min(unroll, inner))
 
-    def single(prepared, topk_idx, topk_weights):
-        carry = program.initial(prepared, topk_idx, topk_weights)
-        return program.step(prepared, carry, topk_idx, topk_weights)
-
     pools = (inputs.topk_idx, inputs.topk_weights)
     with around:
-        compiled = on_ranks(loop, mesh, SPECS).lower(prepared, *pools).compile()
+        compiled = on_ranks(loop, mesh, specs(mesh)).lower(prepared, *pools).compile()
     if kept is not None:
         kept.append(compiled)
-    memory = {}
-    if with_memory:
-        one = (prepared, *(jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in pools))
-        memory = memory_bytes(on_ranks(single, mesh, (RANK_SPEC,) * 3).lower(*one).compile())
+    memory = memory_bytes(compile_single(program, problem)) if with_memory else {}
 
     def start() -> Timed:
         return Timed(program, inner, compiled, (prepare(*inputs.arrays()), *pools), memory)
 
     return start
+
+
+def preparing(program: Program, problem: Problem) -> tuple[Any, Any]:
+    """Returns the jitted function that prepares the operands of a program, and their shapes."""
+
+    def first(x, idx_pool, weights_pool):
+        return program.prepare(x, idx_pool[0], weights_pool[0])
+
+    whole = on_ranks(first, problem.mesh, specs(problem.mesh))
+    sharding = jax.sharding.NamedSharding(problem.mesh, rank_spec(problem.mesh))
+    shapes = jax.eval_shape(whole, *problem.inputs.arrays())
+    return whole, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), shapes)
+
+
+def compile_single(program: Program, problem: Problem) -> Any:
+    """Compiles a single call."""
+
+    def single(prepared, topk_idx, topk_weights):
+        carry = program.initial(prepared, topk_idx, topk_weights)
+        return program.step(prepared, carry, topk_idx, topk_weights)
+
+    mesh, pools = problem.mesh, problem.inputs.arrays()[1:]
+    sharding = jax.sharding.NamedSharding(mesh, rank_spec(mesh))
+    routing = (jax.ShapeDtypeStruct(a.shape[1:], a.dtype, sharding=sharding) for a in pools)
+    prepared = preparing(program, problem)[1]
+    return on_ranks(single, mesh, (rank_spec(mesh),) * 3).lower(prepared, *routing).compile()
 
 
 def compile_all(
