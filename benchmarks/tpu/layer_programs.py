@@ -120,29 +120,28 @@ def compile_layer(
     width: int,
     grouped_matmul: str = "ragged_dot",
     *,
-    chunks: int | None = None,
+    chunks: int = 1,
 ) -> Any:
     """Output, and gradients by the tokens and all weights, in bfloat16.
 
     Args:
       topology: as libtpu names it; None is that of 8 devices.
       tokens: tokens of a device. sizes: `hidden`, `experts`, `top_k`. width: features inside an expert.
-      chunks: the output alone, of so many chunks, whose exchanges travel while the experts compute; None is one piece,
-        with gradients.
+      chunks: of the tokens, whose exchanges travel while the experts compute other chunks.
     """
     mesh = tpu_topologies.mesh(generation, topology=topology)
     assert mesh.axis_names == (AXIS,)
     work = workload(mesh.size, tokens, sizes)
     config = config_of(work, width, grouped_matmul)
-    if chunks is not None:
+    if chunks > 1:
         config = dataclasses.replace(config, num_chunks=chunks, capacity=None)
     layer = layer_programs.stacked(layer_of(program, config, work), 1)
     specs = layer_programs.weight_specs(1)
     mapped = jax.shard_map(
-        layer_programs.forward_and_backward(layer) if chunks is None else layer,
+        layer_programs.forward_and_backward(layer),
         mesh=mesh,
         in_specs=(specs, RANK_SPEC, RANK_SPEC),
-        out_specs=(RANK_SPEC, RANK_SPEC, specs) if chunks is None else RANK_SPEC,
+        out_specs=(RANK_SPEC, RANK_SPEC, specs),
         check_vma=False,
     )
 

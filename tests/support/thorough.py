@@ -37,6 +37,8 @@ THOROUGH = (
     "tools/test_tpu_check.py::test_several_hosts_check_together",
     "tools/test_four_steps.py::test_every_selection_finds_tests",
     "tools/test_tpu_check_programs.py::test_each_kind_of_program_compiles",
+    "tools/test_tpu_check_programs.py::test_every_kernel_compiles",
+    "tools/test_tpu_check_programs.py::test_one_chip",
     "benchmarks/test_tpu_static.py::test_the_counts_of_the_file_are_those_of_the_kernels",
     "tools/test_tpu_check_programs.py::test_what_is_timed_of_a_decode_compiles",
     # whole programs compiled for a TPU: 10 to 30 s each; the program for v4 stays in `make test`
@@ -46,6 +48,7 @@ THOROUGH = (
     "backends/pallas/test_aot.py::test_start_and_done_on_a_large_topology[v5e-64]",
     "backends/pallas/test_layer.py::test_a_layer_needs_less_memory_than_the_peer",
     "backends/pallas/test_layer.py::test_a_decode_of_the_flax_layer_is_grouped_and_gathered",
+    "backends/pallas/test_layer.py::test_exchanges_of_chunks_travel_while_the_experts_compute[v5p]",
     "backends/pallas/test_decode_programs.py::test_the_experts_wait_for_their_weights[tpu7x-Qwen3-30B-A3B-32-bfloat16]",
     "backends/pallas/test_decode_programs.py::test_the_experts_wait_for_their_weights[v5p-gpt-oss-120b-32-bfloat16]",
     "backends/pallas/test_decode_programs.py::test_the_experts_wait_for_their_weights[v6e-DeepSeek-V3-128-bfloat16]",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 
 import jax
@@ -116,22 +117,31 @@ def test_a_decode_of_the_flax_layer_is_grouped_and_gathered():
     assert "xen_moe_decode_experts" in own and not tpu_layer_programs.matmul_kernels(text)
 
 
-STEP = re.compile(r"^\s*%(?:xen_moe_(start|done)|(ragged-dot)-none)\S* = .*tpu_custom_call")
+STEP = re.compile(
+    r"^\s*%(?:xen_moe_(start|done)|(ragged-dot)-none|xen_moe_grouped_(transposed))\S* = .*tpu_custom_call"
+)
 
 
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize("generation", ["v5p", pytest.param("v5e", marks=pytest.mark.slow)])
 def test_exchanges_of_chunks_travel_while_the_experts_compute(generation):
-    """In the scheduled program the dispatch of the second chunk starts before the three matmuls of the first one and is
-    done behind them, and so is the combine of the first chunk with those of the second."""
+    """In the scheduled program of a layer with its gradients, the dispatch of the second chunk starts before the three
+    matmuls of the first one and is done behind them. The combine of the first chunk starts before those of the second
+    and is done behind them, and behind matmuls of gradients which XLA puts there."""
     pytest.importorskip("libtpu", reason="compiling for TPU needs libtpu: pip install 'xen-moe-jax[tpu]'")
-    sizes = {"hidden": 2048, "experts": 16, "top_k": 2}
+    sizes = {"hidden": 512, "experts": 16, "top_k": 2}
     own = tpu_layer_programs.OWN
-    text = tpu_layer_programs.compile_layer(own, generation, None, 1024, sizes, 1024, chunks=2).as_text()
+    text = tpu_layer_programs.compile_layer(own, generation, None, 256, sizes, 256, "auto", chunks=2).as_text()
     assert "is_scheduled=true" in text
-    steps = [match[1] or match[2] for match in map(STEP.match, text[text.index("ENTRY") :].splitlines()) if match]
-    experts = ["ragged-dot"] * 3
-    assert steps == ["start", "done", "start", *experts, "done", "start", *experts, "done", "start", "done"]
+    lines = text[text.index("ENTRY") :].splitlines()
+    steps = [next(filter(None, match.groups())) for match in map(STEP.match, lines) if match]
+    exchanges = [at for at, step in enumerate(steps) if step in ("start", "done")]
+    assert [steps[at] for at in exchanges] == ["start", "done"] * 4
+    assert not exchanges[0] and steps.count("ragged-dot") == 2 * (3 + 3) and steps.count("transposed") >= 2
+    first, second, third, last = (steps[at : until + 1] for at, until in itertools.batched(exchanges, 2))
+    assert second == ["start", *["ragged-dot"] * 3, "done"], steps
+    assert third.count("ragged-dot") > 3, steps
+    assert first == last == ["start", "done"], steps
 
 
 def test_programs_are_those_of_the_command():
