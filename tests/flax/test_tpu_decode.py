@@ -98,7 +98,7 @@ def test_the_same_layer_as_with_grouped_matmuls(changes):
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(variables, x)
 
-    with interpreter.quick():
+    with interpreter.of_layers_alone():
         (_, y), gradients = run(replaced(**changes))
         # a layer in chunks is not one kernel
         kernel = "xen_moe_decode_experts" if "num_chunks" in changes else "xen_moe_decode_layer"
@@ -131,7 +131,7 @@ def test_bits_are_those_of_dispatch_experts_and_combine(monkeypatch):
     def run():
         return jax.jit(lambda variables, x: linen.MoE(config, mesh=mesh).apply(variables, x)[0])
 
-    with interpreter.quick():
+    with interpreter.of_layers_alone():
         together = run().lower(variables, x)
         assert "decode_layer" in str(jax.make_jaxpr(run())(variables, x))
         y = together.compile()(variables, x)
@@ -185,7 +185,7 @@ def test_weights_of_one_byte_are_read_as_they_are(block):
     function, given = run(replaced(**changes), weights)
     program = str(jax.make_jaxpr(lambda *given: function(*given))(*given))
     assert "xen_moe_decode_layer" in program and "blocks=((" in program
-    with interpreter.quick():
+    with interpreter.of_layers_alone():
         (_, y), by_x = function(*given)
     by_grouped_matmuls, given = run(plain, widened)
     (_, expected), expected_by_x = by_grouped_matmuls(*given)

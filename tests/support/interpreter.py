@@ -12,6 +12,8 @@ from jax._src import api, callback  # noqa: TID251  the library imports nothing 
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # noqa: TID251
 from jax.experimental.pallas import tpu as pltpu
 
+from xen_moe_jax import backends
+
 
 class _Api:
     """`jax._src.api` for `jax._src.callback`, which needs `device_put` of it: operands stay NumPy arrays.
@@ -63,6 +65,23 @@ def signals_like_libtpu() -> Iterator[None]:
         yield
     finally:
         interpret_pallas_call.semaphore_signal = signal
+
+
+@contextlib.contextmanager
+def of_layers_alone() -> Iterator[None]:
+    """Inside this context, what is compiled has `quick` kernels of experts and whole layers, and plain JAX in the place
+    of those of `dispatch`, `combine` and the other operations.
+
+    Both give the same bits, to which the conformance suite holds them. A backward pass has half a dozen of them, and
+    they take XLA three times as long as all the rest of a layer.
+    """
+    chosen = backends.for_lowering
+    backends.for_lowering = lambda *_: backends.load("reference")
+    try:
+        with quick():
+            yield
+    finally:
+        backends.for_lowering = chosen
 
 
 def races_found(result: Any) -> bool:

@@ -53,7 +53,7 @@ def test_a_call_with_few_tokens_is_one_kernel():
     given = x, factors, weights, biases, idx
     own = program(KERNEL)
     assert "xen_moe_decode_layer" in str(jax.make_jaxpr(own)(*given))
-    with interpreter.quick():
+    with interpreter.of_layers_alone():
         (_, y), gradients = jax.jit(own)(*given)
     (_, expected), expected_gradients = jax.jit(program(xm.KernelConfig()))(*given)
 
@@ -70,7 +70,7 @@ def test_counts_come_from_a_dispatch_and_its_experts_are_a_kernel():
     own = program(KERNEL, return_info=True)
     text = str(jax.make_jaxpr(own)(*given))
     assert "xen_moe_decode_experts" in text and "xen_moe_decode_layer" not in text
-    with interpreter.quick():
+    with interpreter.of_layers_alone():
         (_, (y, counts)), _ = jax.jit(own)(*given)
     (_, (expected, expected_counts)), _ = jax.jit(program(xm.KernelConfig(), return_info=True))(*given)
     assert np.abs(y - expected).max() <= 3e-6 * np.abs(expected).max()
