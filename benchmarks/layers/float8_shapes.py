@@ -18,21 +18,20 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import contextlib
 import dataclasses
-import fcntl
 import functools
 import json
 import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
 from benchmarks.layers.model_shapes import MODELS, machine, sizes_of
+from benchmarks.lib import turns
 
 NAMES = (
     "H 4096, I 1536, 16 experts",
@@ -46,19 +45,12 @@ TOP_K = 8
 CALLS, ROUNDS = 5, 7
 
 
-def medians_us(calls: Mapping[str, Callable[[], Any]], wait: Callable[[Any], None]) -> dict[str, float]:
+def medians_us(calls: Mapping[str, Callable[[], Any]], wait: Callable[[Any], Any]) -> dict[str, float]:
     """Returns the median over `ROUNDS` of each call's time in us. In a round `CALLS` of each are queued at once."""
     times: dict[str, list[float]] = {part: [] for part in calls}
-    for call in calls.values():
-        wait(call())
     for _ in range(ROUNDS):
         for part, call in calls.items():
-            began = time.perf_counter()
-            for _ in range(CALLS):
-                out = call()
-            wait(out)
-            times[part].append((time.perf_counter() - began) / CALLS * 1e6)
-            del out
+            times[part] += turns.queued(call, (), CALLS, 1, wait)
     return {part: statistics.median(each) for part, each in times.items()}
 
 
@@ -273,22 +265,13 @@ def measured(
             write(name, torch_times(name))
 
 
-@contextlib.contextmanager
-def locked(path: pathlib.Path | None) -> Iterator[None]:
-    """Waits until no other process has the file."""
-    with contextlib.ExitStack() as stack:
-        if path is not None:
-            fcntl.flock(stack.enter_context(path.open("a")), fcntl.LOCK_EX)
-        yield
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), metavar="MODEL")
     parser.add_argument("--parts", nargs="+", default=None, metavar="PART", help='"torch" is one of them')
     parser.add_argument("--kernels", action="store_true", help="the time of each kernel, too")
-    parser.add_argument("--lock", type=pathlib.Path, help="processes with this file measure one after the other")
+    parser.add_argument("--lock", help="processes with this file measure one after the other")
     options = parser.parse_args()
 
     def write(name: str, times: dict[str, float], kernels: dict[str, dict[str, float]] | None = None) -> None:
@@ -310,7 +293,7 @@ def main() -> int:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 
     for name in options.only:
-        measured(name, options.parts, options.kernels, functools.partial(locked, options.lock), write)
+        measured(name, options.parts, options.kernels, functools.partial(turns.alone, options.lock), write)
     return 0
 
 

@@ -14,15 +14,22 @@ TURN_SECONDS = 0.1
 """Pause between two turns of a process, so that a process that waits for the lock gets it."""
 
 
-def queued(program: Callable[..., Any], operands: tuple[Any, ...], calls: int, repeats: int) -> list[float]:
-    """Microseconds a call of `calls` queued at once, after a call that does not count: one entry a repeat."""
-    jax.block_until_ready(program(*operands))
+def queued(
+    program: Callable[..., Any],
+    operands: tuple[Any, ...],
+    calls: int,
+    repeats: int,
+    wait: Callable[[Any], Any] = jax.block_until_ready,
+) -> list[float]:
+    """Microseconds a call of `calls` queued at once, after a call that does not count: one entry a repeat. `wait` waits
+    for the result of a call and for those before it."""
+    wait(program(*operands))
     taken = []
     for _ in range(repeats):
         began = time.perf_counter()
         for _ in range(calls):
             result = program(*operands)
-        jax.block_until_ready(result)
+        wait(result)
         taken.append((time.perf_counter() - began) / calls * 1e6)
     return taken
 
