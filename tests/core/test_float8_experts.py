@@ -49,6 +49,13 @@ def groups():
     return [(e, slice(end - size, end)) for e, (end, size) in enumerate(zip(ends, SIZES, strict=True))]
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def with_gradients(matmul, rows, weights, sizes, cotangent):
+    """Returns the product, and its gradients by rows and weights."""
+    y, pull = jax.vjp(lambda rows, weights: matmul(rows, weights, sizes), rows, weights)
+    return y, *pull(cotangent)
+
+
 def assert_sums(value, exact, magnitudes):
     """Within the roundings of float32 sums of products."""
     assert np.isfinite(exact).all() and np.abs(exact).max() > 1
@@ -57,8 +64,7 @@ def assert_sums(value, exact, magnitudes):
 
 def test_products_and_gradients_follow_the_rule():
     rows, weights, cotangent = operands()
-    y, pull = jax.vjp(lambda r, w: grouped_matmul(r, w, jnp.asarray(SIZES)), jnp.asarray(rows), jnp.asarray(weights))
-    by_rows, by_weights = pull(jnp.asarray(cotangent))
+    y, by_rows, by_weights = with_gradients(grouped_matmul, rows, weights, SIZES, cotangent)
     wide = tiles_of(weights)
     for e, group in groups():
         x, dy = blocks_of(rows[group], 1), blocks_of(cotangent[group], 1)
@@ -93,8 +99,8 @@ def test_bits_where_sums_are_exact(dtype):
     def both(matmul, exact):
         given = (jnp.asarray(a, jnp.float32 if exact else dtype) for a in (rows, weights, cotangent))
         r, w, c = given
-        y, pull = jax.vjp(lambda r, w: matmul(r, w, sizes), r, w)
-        return [np.asarray(jnp.asarray(a, dtype).astype(jnp.float32)) for a in (y, *pull(c))]
+        found = with_gradients(matmul, r, w, sizes, c)
+        return [np.asarray(jnp.asarray(a, dtype).astype(jnp.float32)) for a in found]
 
     for name, ours, plain in zip(
         ("product", "by rows", "by weights"), both(grouped_matmul, False), both(jax.lax.ragged_dot, True), strict=True

@@ -199,7 +199,7 @@ def test_gradients_equal_float64(kernels, biased, mesh4):
         def loss(x, weights, experts):
             return jnp.sum(jnp.sin(dense(case, x, idx, weights, experts)))
 
-        expected = jax.tree.map(np.asarray, jax.grad(loss, (0, 1, 2))(*exact))
+        expected = jax.tree.map(np.asarray, jax.jit(jax.grad(loss, (0, 1, 2)))(*exact))
     with plain_hopper.in_the_kernels_place() if kernels else jax.default_matmul_precision("highest"):
         body = functools.partial(call, case, return_info=True)
         _, actual = values_and_gradients(mesh4, body, (x, idx, weights, experts))
@@ -247,7 +247,7 @@ def test_forward_mode_and_second_derivatives(mesh4):
     given = x, direction, idx, weights, experts
     with jax.default_matmul_precision("highest"):
         ours = jax.jit(functools.partial(product, lambda *a: layer(*a)[0]))(*place(mesh4, given))
-        expected = product(functools.partial(dense, case), *given)
+        expected = jax.jit(functools.partial(product, functools.partial(dense, case)))(*given)
     assert_near(ours, expected, 2e-5)
 
 

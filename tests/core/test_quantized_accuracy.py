@@ -62,19 +62,23 @@ def layer():
     return run
 
 
+@jax.jit
+def in_float64(x, weights, matrices, cotangent, idx):
+    def loss(x, weights, matrices):
+        known = jnp.where(idx < 0, E, idx)
+        gates = jnp.zeros((R * T, E + 1)).at[np.arange(R * T)[:, None], known].add(jnp.where(idx < 0, 0, weights))
+        gate, up = (jnp.einsum("th,ehf->tef", x, m) for m in matrices[:2])
+        y = jnp.einsum("tef,efh,te->th", jax.nn.silu(gate) * up, matrices[2], gates[:, :E])
+        return jnp.sum(jnp.sin(y) * cotangent), y
+
+    return jax.grad(loss, (0, 1, 2), has_aux=True)(x, weights, matrices)
+
+
 def exact(x, cotangent, idx, weights, matrices):
     """Returns the layer's output and its gradients in float64, computed without a dispatch."""
     with jax.enable_x64(True):
-
-        def loss(x, weights, matrices):
-            known = jnp.where(idx < 0, E, idx)
-            gates = jnp.zeros((R * T, E + 1)).at[np.arange(R * T)[:, None], known].add(jnp.where(idx < 0, 0, weights))
-            gate, up = (jnp.einsum("th,ehf->tef", x, m) for m in matrices[:2])
-            y = jnp.einsum("tef,efh,te->th", jax.nn.silu(gate) * up, matrices[2], gates[:, :E])
-            return jnp.sum(jnp.sin(y) * cotangent), y
-
         given = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (x, weights, matrices))
-        (by_x, by_weights, by_matrices), y = jax.grad(loss, (0, 1, 2), has_aux=True)(*given)
+        (by_x, by_weights, by_matrices), y = in_float64(*given, cotangent, idx)
         return dict(zip(NAMES, map(np.asarray, (y, by_x, by_weights, *by_matrices)), strict=True))
 
 

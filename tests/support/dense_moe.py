@@ -1,7 +1,14 @@
-"""A dense MoE in plain `jnp`, written from the papers and not from the library: every expert sees every token."""
+"""A dense MoE in plain `jnp`, written from the papers and not from the library: every expert sees every token.
+
+Each function is one program: operation by operation XLA compiles each of them, and takes ten times as long.
+"""
+
+import functools
 
 import jax
 import jax.numpy as jnp
+
+compiled = functools.partial(jax.jit, static_argnames="config")
 
 
 def activation(config, gate, up):
@@ -26,6 +33,7 @@ def expert(config, x, w):
     return hidden @ w["down"] + w.get("down_bias", 0)
 
 
+@compiled
 def router_weights(config, weights, x):
     """Float32 `[N, E]`: each token's weight for each expert, zero for an expert that is not chosen; and the scores."""
     logits = jnp.matmul(x.astype(jnp.float32), weights["router"], precision="highest") + weights.get("logits_bias", 0)
@@ -61,6 +69,7 @@ def sparsemixer(config, logits):
     return config.weight_scale * share, jax.nn.softmax(logits), left == -1e30
 
 
+@compiled
 def dense_experts(config, weights, x, share):
     """`x [N, H]`, `share [N, E]` -> `[N, H]`."""
     routed = {name: w for name, w in weights.items() if name.removesuffix("_bias") in ("gate", "up", "down")}
@@ -77,6 +86,7 @@ def dense_experts(config, weights, x, share):
     return y
 
 
+@compiled
 def dense_moe(config, weights, x):
     """`x [..., H]` -> `[..., H]`."""
     flat = x.reshape(-1, x.shape[-1])
@@ -84,6 +94,7 @@ def dense_moe(config, weights, x):
     return dense_experts(config, weights, flat, share).reshape(x.shape)
 
 
+@compiled
 def dense_aux_loss(config, weights, x):
     """Load-balancing loss over all tokens, and int `[E]` tokens per expert."""
     _, scores, chosen = router_weights(config, weights, x.reshape(-1, x.shape[-1]))

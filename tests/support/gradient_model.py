@@ -16,9 +16,10 @@ def expert(x, w_in, w_out):
     return jax.nn.silu(x @ w_in) @ w_out
 
 
+@jax.jit
 def dense_moe(x, idx, weights, w_in, w_out):
     """`sum_k weights[t, k] * expert_{idx[t, k]}(x[t])`; an index outside the experts contributes nothing."""
-    every = jnp.stack([expert(x, w_in[e], w_out[e]) for e in range(EXPERTS)], axis=1)  # [T, E, H]
+    every = jax.vmap(expert, (None, 0, 0), 1)(x, w_in[:EXPERTS], w_out[:EXPERTS])  # [T, E, H]
     share = jnp.sum(jax.nn.one_hot(idx, EXPERTS) * weights[..., None], axis=1)  # [T, E]
     return jnp.einsum("te,teh->th", share, every, precision="highest")
 

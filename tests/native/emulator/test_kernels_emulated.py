@@ -175,7 +175,7 @@ FAULTS = {
 def test_a_fault_in_a_kernel_is_seen(harness, fault):
     """The kernels with one fault in them: a chunk sent again and again, rows or lines taken before they came."""
     file, *texts = FAULTS[fault]
-    program = with_fault(harness, fault, {f"cuda_kernels/{file}": tuple(texts)})
+    program = with_fault(harness, fault, {f"cuda_kernels/{file}": tuple(texts)}, units="ranks16.")
     scenario = ["few", "--calls", "100"] if fault == "row-twice" else ["normal"]
     command = [program, "--ranks", "2", "--gpus", "2", "--scenario", *scenario, "--patience", "20"]
     done = emulate(command, seconds=SECONDS)
