@@ -179,7 +179,7 @@ def test_losses_of_collapsed_tokens_are_those_of_float64(score, loss):
 
     value, gradient = jax.jit(jax.value_and_grad(of_library))(jnp.asarray(logits))
     with jax.enable_x64(True):
-        exact = jax.value_and_grad(lambda x: literal_loss(config, x, np.asarray(idx), mask, sequence))
+        exact = jax.jit(jax.value_and_grad(lambda x: literal_loss(config, x, np.asarray(idx), mask, sequence)))
         wanted_value, wanted_gradient = jax.tree.map(np.asarray, exact(jnp.asarray(logits, jnp.float64)))
     assert wanted_gradient.dtype == np.float64
     np.testing.assert_allclose(value, wanted_value, rtol=1e-5)

@@ -26,7 +26,7 @@ PLAIN = dataclasses.replace(CONFIG, expert_dtype=None, grouped_matmul="auto")
 def test_a_layer_and_its_gradients():
     mesh = make_mesh((4,), ("ep",))
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 40, 160)), jnp.float32)
-    params = nn.unbox(linen.MoE(CONFIG, mesh=mesh).init(jax.random.key(0), x))["params"]
+    params = nn.unbox(jax.jit(linen.MoE(CONFIG, mesh=mesh).init)(jax.random.key(0), x))["params"]
 
     def run(config, params, x):
         def loss(params, x):

@@ -66,7 +66,7 @@ def test_shardings(kind):
     }
     with jax.set_mesh(mesh):
         moe = MoE(CONFIG, rngs=nnx.Rngs(0))
-        variables = LinenMoE(CONFIG).init(jax.random.key(0), jnp.zeros((8, H)))
+        variables = jax.jit(LinenMoE(CONFIG).init)(jax.random.key(0), jnp.zeros((8, H)))
     assert specs_of(moe) == expected
     assert nn.get_partition_spec(variables)["params"] == expected
     # Not only a name: a rank holds its own two experts.
@@ -161,7 +161,7 @@ def test_optax_steps_lower_the_loss_linen():
     x, target = tokens(64), np.abs(tokens(64, seed=3))
     moe, tx = LinenMoE(CONFIG), optax.adam(1e-2)
     with jax.set_mesh(make_mesh((2, 4), ("dp", "ep"))):
-        params = nn.unbox(moe.init(jax.random.key(0), x))["params"]
+        params = nn.unbox(jax.jit(moe.init)(jax.random.key(0), x))["params"]
         state = tx.init(params)
 
         @jax.jit

@@ -69,7 +69,7 @@ def test_one_device_linen_and_the_default_dtype(tmp_path):
     assert (
         weights["gate"].dtype == jnp.bfloat16 and weights["router"].dtype == weights["router_bias"].dtype == jnp.float32
     )
-    y, _ = linen.MoE(config).apply(linen.variables_of(weights), jnp.asarray(X, jnp.bfloat16))
+    y, _ = jax.jit(linen.MoE(config).apply)(linen.variables_of(weights), jnp.asarray(X, jnp.bfloat16))
     error = np.linalg.norm(np.asarray(y, np.float64) - forward(X)) / np.linalg.norm(forward(X))
     assert error < 0.03, "bfloat16 weights and tokens; a flipped choice of experts would cost more"
 
@@ -177,7 +177,7 @@ ELSEWHERE = {
 def test_what_a_config_can_say(name, tmp_path):
     layer, forward = ELSEWHERE[name](tmp_path)
     config, weights = load_hugging_face(tmp_path, layer, dtype=jnp.float32)
-    y, _ = linen.MoE(config).apply(linen.variables_of(weights), jnp.asarray(X, jnp.float32))
+    y, _ = jax.jit(linen.MoE(config).apply)(linen.variables_of(weights), jnp.asarray(X, jnp.float32))
     assert_close(y, forward(X))
 
 
