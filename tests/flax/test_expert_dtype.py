@@ -44,7 +44,7 @@ def test_a_layer_and_its_gradients():
         assert cosine > 0.995, f"{jax.tree_util.keystr(path)}: {cosine}"
     assert not np.array_equal(y, exact)
 
-    values = {n: xm.QuantizedWeight(*quantize_weights(params[n]), (128, 128)) for n in ("gate", "up", "down")}
+    values = {n: xm.QuantizedWeight(*jax.jit(quantize_weights)(params[n]), (128, 128)) for n in ("gate", "up", "down")}
     as_they_are, quantized_here = (
         jax.jit(lambda layer, x: layer(x)[0])(nnx.MoE.from_weights(CONFIG, weights, mesh=mesh), x)
         for weights in (params | values, params)
