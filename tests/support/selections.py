@@ -12,6 +12,12 @@ MEMORY = ("ffi/test_memory.py", "ffi/test_memory_nodes.py", "ffi/test_nccl.py", 
 CLIENTS = ("clients/",)
 """`make maxtext-test`: files that need another library, which uses this one."""
 MARKS = {"kernels": KERNELS, "memory": MEMORY, "clients": CLIENTS}
+OF_ONE_JAX = (
+    *("benchmarks/", "gpu/", "tpu/", "tools/test_bazel", "tools/test_children", "tools/test_imports"),
+    *("tools/test_installation", "tools/test_node_check", "tools/test_oracle", "tools/test_selections"),
+    "tools/test_tpu_check",
+)
+"""What measures and checks the library, or needs accelerators: CI runs it on one version of jax."""
 
 
 def marks(nodeid: str) -> list[str]:
@@ -21,12 +27,13 @@ def marks(nodeid: str) -> list[str]:
 
 
 def share(nodeids: list[str], of: int) -> set[str]:
-    """Of every test the first case and each `of`th one after it: `make test` on a second version of jax.
+    """Of every test the first case and each `of`th one after it, without `OF_ONE_JAX`: `make test` on a second version.
 
     What another version breaks is a function of jax, or what XLA makes of it, and each test calls the same ones in all
     of its cases. The library's own arithmetic, by which cases differ, has met all of them on the first version.
     """
     cases: dict[str, list[str]] = {}
     for nodeid in nodeids:
-        cases.setdefault(nodeid.split("[", 1)[0], []).append(nodeid)
+        if not nodeid.removeprefix("tests/").startswith(OF_ONE_JAX):
+            cases.setdefault(nodeid.split("[", 1)[0], []).append(nodeid)
     return {case for of_one_test in cases.values() for case in of_one_test[::of]}
