@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from jax._src import api, callback  # noqa: TID251  the library imports nothing of it
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # noqa: TID251
 from jax.experimental.pallas import tpu as pltpu
@@ -101,3 +102,18 @@ def clean(capfd: Any) -> Iterator[None]:
     out, err = capfd.readouterr()
     for complaint in ("RACE DETECTED", "non-zero count"):
         assert complaint not in out + err, (out + err)[-4000:]
+
+
+WAYS = (("float32", "on_wait"), ("bfloat16", "eager"), ("float32", "eager"), ("bfloat16", "on_wait"))
+
+
+def in_turn(cases: Iterable[str], ways: int) -> list[Any]:
+    """Parameters (case, dtype, DMA mode) of a test: each case in all of `WAYS`, of which all but `ways` are slow. The
+    cases take turns with them, so that every way is one of some case's."""
+    params = []
+    for number, name in enumerate(cases):
+        for turn in range(len(WAYS)):
+            dtype, mode = WAYS[(number * ways + turn) % len(WAYS)]
+            marks = [pytest.mark.slow] * (turn >= ways)
+            params.append(pytest.param(name, dtype, mode, id=f"{name}-{dtype}-{mode}", marks=marks))
+    return params

@@ -68,9 +68,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("mode", ["on_wait", "eager"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "dtype", "mode"), interpreter.in_turn(CASES, 2))
 def test_every_expert_computes_its_own_rows(name, dtype, mode):
     case = CASES[name]
     hidden, width, counts = case["hidden"], case["width"], np.array(case["counts"])
@@ -140,9 +138,7 @@ ONE_BYTE = {
 }
 
 
-@pytest.mark.parametrize("mode", ["on_wait", "eager"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ONE_BYTE)
+@pytest.mark.parametrize(("name", "dtype", "mode"), interpreter.in_turn(ONE_BYTE, 2))
 def test_weights_of_one_byte(name, dtype, mode):
     """Scales are powers of two, so that a widened weight is exact: the bits of the product with widened weights."""
     case = ONE_BYTE[name]

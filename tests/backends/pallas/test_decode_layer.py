@@ -92,9 +92,7 @@ def routing(kind, rng, ranks, tokens, top_k, local=LOCAL):
     return idx.astype(np.int32)
 
 
-@pytest.mark.parametrize("mode", ["on_wait", "eager"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "dtype", "mode"), interpreter.in_turn(CASES, 1))
 def test_a_layer(name, dtype, mode):
     case, top_k = CASES[name], 3
     ranks = case.get("ranks", 4)
