@@ -162,7 +162,6 @@ SMOKE = "test_dispatch_and_combine and (grouped/uniform or ranked/uniform or pad
 SOME_PROCESSES = "two_processes or see_one or opposite or stress"
 IN_TURNS = "share_a_gpu or sixteen"
 DEATHS = ("tests/gpu/test_processes.py", "tests/gpu/test_active.py")
-VARIANTS = "not TestFourRanks or LowLatency"
 
 STEPS = (
     Step("info", 40, info_commands, about="GPUs, versions, doctor"),
@@ -189,13 +188,6 @@ STEPS = (
     Step("stress", 110, lambda c: stress_commands(c, 20_000, 90), about="20,000 random calls"),
     Step("sanitizer", 150, sanitizer_commands, default=False, about="compute-sanitizer memcheck and racecheck",
          environment={"XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
-    Step("large", 200, lambda c: [gpu_tests("tests/gpu/test_meshes.py", "-k", "large")], default=False,
-         about="DeepSeek shapes, bit for bit"),
-    Step("variants", 250, lambda c: [gpu_tests("tests/gpu/test_conformance.py", "-k", VARIANTS)],
-         default=False, about="conformance with two, three ranks, low latency"),
-    Step("processes-all", 400, lambda c: [gpu_tests("tests/gpu/test_processes.py")], default=False,
-         about="one process per GPU, every case"),
-    Step("bench-all", 400, lambda c: suite_commands(c, 370), default=False, about="every figure"),
 )  # fmt: skip
 
 
