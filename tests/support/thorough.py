@@ -52,7 +52,7 @@ THOROUGH = (
     "backends/pallas/test_decode_programs.py::test_two_cores_keep_up_with_the_weights",
     "flax/test_tpu_decode.py::test_the_same_layer_as_with_grouped_matmuls[relu2 in chunks]",
     "backends/pallas/test_layer.py::test_the_peer_computes_the_same_layer",
-    # 120 processes are killed, others are stopped; 12 kills stay in `make test`
+    # 60 processes are killed, others are stopped; 12 kills stay in `make test`
     "elastic/test_members.py::test_kills_and_stops",
     "elastic/test_members.py::test_many_kills",
     # the server's ranks are killed and compile anew; the example's one kill stays
