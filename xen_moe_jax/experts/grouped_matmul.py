@@ -215,7 +215,7 @@ def on_hopper(hidden: int, width: int, dtype: Any, experts: int = 1) -> Answer:
     return Answer(reason is None, reason or fast)
 
 
-RAGGED_DOT_RATE = "about a tenth of their rate (49 against 578 TFLOP/s in bfloat16 on an H200)"
+RAGGED_DOT_RATE = "about a twelfth of their rate (47 against 565 TFLOP/s in bfloat16 on an H200)"
 
 
 @functools.cache
