@@ -47,13 +47,15 @@ class Part:
     store: Store
 
     def of_columns(self, extra: Any, columns: int) -> list[Any]:
-        """Loads this group's row of `extra [L, B]` in pieces, all at once: one load takes as long as all."""
+        """Loads this group's row of `extra [L, B]` in pieces, all at once: one load takes as long as all. A piece past
+        the last column, which is not stored, may have any values."""
+        last = extra.shape[1] - ring.STORE_TILE
         return [
             plgpu.load(
-                extra.at[self.group, pl.ds(self.column + n, ring.STORE_TILE)],
+                extra.at[self.group, pl.ds(jnp.minimum(self.column + n, last), ring.STORE_TILE)],
                 layout=plgpu.Layout.WGMMA.reduce(0),
                 optimized=False,
-            )
+            ).astype(jnp.float32)
             for n in range(0, columns, ring.STORE_TILE)
         ]
 
@@ -77,10 +79,11 @@ def _below(of_columns: Any, shape: tuple[int, ...]) -> Any:
     return lax.broadcast_in_dim(of_columns, shape, (1,))
 
 
-def _bias_of_tiles(bias: jax.Array, width: int) -> jax.Array:
-    """Converts to float32 and pads with zeros up to whole tiles: unlike a store, a load does not end at the last
-    column."""
-    return jnp.pad(bias.astype(jnp.float32), ((0, 0), (0, -bias.shape[1] % width)))
+def _bias_of_tiles(bias: jax.Array) -> jax.Array:
+    """Pads with zeros up to whole pieces, of which most biases have a whole number: unlike a store, a load does not end
+    at the last column."""
+    extra = -bias.shape[1] % ring.STORE_TILE
+    return jnp.pad(bias, ((0, 0), (0, extra))) if extra else bias
 
 
 def _factors_of_tiles(row_weights: jax.Array, tiles: Tiles) -> jax.Array:
@@ -110,7 +113,7 @@ def rows_by_weights(
     With `index`, int32 `[C]`, row `c` is `rows[index[c]]`, and zeros where that is outside the rows.
     """
     columns = weights.shape[1 if transposed else 2]
-    extra = [] if bias is None else [_bias_of_tiles(bias, tiles.cluster_n)]
+    extra = [] if bias is None else [_bias_of_tiles(bias)]
     extra += [] if bias is None or row_weights is None else [_factors_of_tiles(row_weights, tiles)]
 
     def epilogue(part: Part) -> Iterator[Any]:
@@ -159,9 +162,9 @@ def activated_rows(
       unspecified.
     """
     beside = len(weights)
-    width, own_width = tiles.cluster_n // beside, tiles.warpgroup_n // beside
+    own_width = tiles.warpgroup_n // beside
     extra = () if row_weights is None else (_factors_of_tiles(row_weights, tiles),)
-    of_biases = () if biases is None else tuple(_bias_of_tiles(bias, width) for bias in biases)
+    of_biases = () if biases is None else tuple(_bias_of_tiles(bias) for bias in biases)
 
     def epilogue(part: Part) -> Iterator[Any]:
         factors, biases = part.extra[: len(extra)], part.extra[len(extra) :]

@@ -108,7 +108,7 @@ def row_tiles(group_sizes: jax.Array, capacity: int, tile_m: int) -> tuple[jax.A
     last_tile = up_to[:num_groups]
     most = pl.cdiv(capacity, tile_m) + num_groups - 1
     index = jnp.arange(most, dtype=jnp.int32)[:, None]
-    first_tile = last_tile - tiles
+    first_tile = jnp.pad(last_tile[:-1], (1, 0))  # not `last_tile - tiles`: `tiles` would be a kernel of its own
     first = aligned + (index - first_tile) * tile_m
     groups = jnp.broadcast_to(jnp.arange(num_groups, dtype=jnp.int32), first.shape)
     facts = jnp.stack([groups, first, jnp.maximum(starts - first, 0), ends - first])
