@@ -20,6 +20,8 @@ from xen_moe_jax.pallas_kernels.hopper.tiles import COMPUTE_WARPGROUPS, Tiles
 
 STORE_TILE = 64
 """Rows and columns of the pieces in which a warpgroup stores its accumulators."""
+FITTED_ROWS = 48
+"""Most rows of such pieces of fitted tiles: more would not fit into shared memory beside four stages."""
 LOAD_REGISTERS, COMPUTE_REGISTERS = 40, 232
 """Registers of a thread; 128 * (40 + 2 * 232) fit into the 65536 of a multiprocessor."""
 
@@ -55,7 +57,7 @@ def scratch(
             "right": plgpu.SMEM((tiles.stages, *right), dtype, transforms=_swizzled(tiles, 8, dtype)),
             # rows of a piece may be stored one by one: no tile of its layout has more than one row
             "pieces": plgpu.SMEM(
-                (COMPUTE_WARPGROUPS, 2, STORE_TILE, STORE_TILE), dtype, transforms=_swizzled(tiles, 1, dtype)
+                (COMPUTE_WARPGROUPS, 2, piece_rows(tiles), STORE_TILE), dtype, transforms=_swizzled(tiles, 1, dtype)
             ),
             "loaded": plgpu.Barrier(num_arrivals=loads - gathered, num_barriers=tiles.stages),
             "released": released,
@@ -126,10 +128,18 @@ def drain(tiles: Tiles, scratch: dict[str, Any], done: Any) -> None:
 
 
 def multiply_steps(
-    tiles: Tiles, scratch: dict[str, Any], steps: Any, done: Any, multiply: Any, at_edge: Any = None, beside: int = 1
+    tiles: Tiles,
+    scratch: dict[str, Any],
+    steps: Any,
+    done: Any,
+    multiply: Any,
+    at_edge: Any = None,
+    beside: int = 1,
+    height: int | None = None,
 ) -> tuple[tuple[Any, ...], Any]:
     """Multiplies the `steps` stages of a tile; returns its accumulators, and how many stages have been multiplied in
-    all, with `done` of the tiles in front of it.
+    all, with `done` of the tiles in front of it. The accumulators of a fitted tile of `height` rows are turned:
+    `[columns, height]`.
 
     There are `beside` accumulators, which share the columns of the warpgroup's part of the tile. `multiply` of the
     accumulators and a stage's slot starts one wgmma for each of them. `at_edge(k, slot)`, if given, runs before the
@@ -169,52 +179,65 @@ def multiply_steps(
             plgpu.barrier_arrive(scratch["released"].at[slot_of(count + tiles.stages - 1)], predicate=steps > 0)
         return tuple(acc[...] for acc in accumulators), count
 
-    accumulator = plgpu.ACC((tiles.warpgroup_m, tiles.warpgroup_n // beside))
+    columns = tiles.warpgroup_n // beside
+    accumulator = plgpu.ACC((tiles.warpgroup_m, columns) if height is None else (columns, height))
     return pl.run_scoped(scope, *[accumulator] * beside)
 
 
-def store(pieces: Any, scratch: Any, wg: Any) -> None:
+def store(pieces: Any, scratch: Any, wg: Any, fitted: bool = False) -> None:
     """Stores pieces of output through the buffers of `scratch`, two for warpgroup `wg`. A piece is a pair: its values
-    `[64, 64]`, and a function that copies a buffer to their place in the GPU's memory."""
+    `[rows, 64]`, or those of fitted tiles turned, `[64, rows]`; and a function that copies a buffer to their place in
+    the GPU's memory."""
     for number, (value, copy) in enumerate(pieces):
         buffer = scratch.at[wg, number % 2]
         # a tile may have an odd number of pieces: its last one is then in the buffer of the next tile's first
         plgpu.wait_smem_to_gmem(1 if number else 0, wait_read_only=True)
-        buffer[...] = value
+        if fitted:
+            buffer = buffer.at[pl.ds(0, value.shape[1])]
+            buffer.transpose((1, 0))[...] = value
+        else:
+            buffer[...] = value
         plgpu.commit_smem()
         copy(buffer)
         plgpu.commit_smem_to_gmem_group()
 
 
-def places(tiles: Tiles, columns: int) -> list[tuple[int, int]]:
+def piece_rows(tiles: Tiles) -> int:
+    """Returns the most rows of a piece."""
+    return FITTED_ROWS if tiles.fitted else STORE_TILE
+
+
+def places(tiles: Tiles, columns: int, height: int | None = None) -> list[tuple[int, int]]:
     """Returns the rows and columns at which the pieces of a warpgroup's part of the tile begin; the part has `columns`
-    columns."""
-    rows = range(0, tiles.warpgroup_m, STORE_TILE)
+    columns, and `height` rows if the tile is fitted."""
+    rows = range(0, height or tiles.warpgroup_m, piece_rows(tiles))
     return [(m, n) for m in rows for n in range(0, columns, STORE_TILE)]
 
 
-def piece(acc: Any, m: int, n: int) -> Any:
-    """Returns the accumulators of the piece at row `m` and column `n`, float32 `[64, 64]`."""
+def piece(acc: Any, m: int, n: int, fitted: bool = False) -> Any:
+    """Returns the accumulators of the piece at row `m` and column `n` in float32, those of a fitted tile turned."""
+    if fitted:
+        return acc[n : n + STORE_TILE, m : min(m + FITTED_ROWS, acc.shape[1])]
     return acc[m : m + STORE_TILE, n : n + STORE_TILE]
 
 
 def store_rows(buffer: Any, out: Any, row: Any, column: Any, low: Any, high: Any) -> None:
     """Stores rows `[low, high)` of a piece to the same rows of `out`, counted from `row`, from `column` on.
 
-    A TMA box is static. So the 64 rows are stored as a whole, or fewer in boxes of powers of two. The piece is as wide
-    as `buffer [STORE_TILE, width]`.
+    A TMA box is static. So all rows of the buffer are stored as a whole, or fewer in boxes of powers of two. The piece
+    is that of `buffer [rows, width]`.
     """
-    width = buffer.shape[-1]
+    rows, width = buffer.shape
     count = jnp.maximum(high - low, 0)
 
-    @pl.when(count == STORE_TILE)
+    @pl.when(count == rows)
     def _() -> None:
-        plgpu.copy_smem_to_gmem(buffer, out.at[pl.ds(row, STORE_TILE), pl.ds(column, width)], commit_group=False)
+        plgpu.copy_smem_to_gmem(buffer, out.at[pl.ds(row, rows), pl.ds(column, width)], commit_group=False)
 
-    @pl.when(count < STORE_TILE)
+    @pl.when(count < rows)
     def _() -> None:
         at = low
-        size = STORE_TILE // 2
+        size = 1 << ((rows - 1).bit_length() - 1)
         while size:
 
             @pl.when((count & size) != 0)

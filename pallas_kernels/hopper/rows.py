@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xen_moe_jax.pallas_kernels.hopper import claims, gather, ring
 from xen_moe_jax.pallas_kernels.hopper.activations import Activation
-from xen_moe_jax.pallas_kernels.hopper.tiles import COMPUTE_WARPGROUPS, ROW_ALIGNMENT, Tiles, row_tiles
+from xen_moe_jax.pallas_kernels.hopper.tiles import COMPUTE_WARPGROUPS, HEIGHTS, ROW_ALIGNMENT, Tiles, row_tiles
 
 Store = Callable[[Any, int, int], Callable[[Any], None]]
 """`(output, m, n)`: how a buffer with the piece at row `m`, column `n` of a warpgroup's part gets into that output."""
@@ -36,6 +36,7 @@ class Part:
       extra: references to the further operands of the kernel.
       outputs: references to its results.
       store: stores a piece to one of the results.
+      tiles, height: of the kernel, and of this tile if it is fitted. Its pieces are turned then: `[columns, rows]`.
     """
 
     accumulators: tuple[Any, ...]
@@ -45,6 +46,13 @@ class Part:
     extra: tuple[Any, ...]
     outputs: tuple[Any, ...]
     store: Store
+    tiles: Tiles
+    height: int | None
+
+    def pieces(self, columns: int) -> Iterator[tuple[int, int, list[Any]]]:
+        """Row, column and accumulators of each piece; `columns` is the number of columns of the part."""
+        for m, n in ring.places(self.tiles, columns, self.height):
+            yield m, n, [ring.piece(acc, m, n, self.tiles.fitted) for acc in self.accumulators]
 
     def of_columns(self, extra: Any, columns: int) -> list[Any]:
         """Loads this group's row of `extra [L, B]` in pieces, all at once: one load takes as long as all. A piece past
@@ -53,30 +61,26 @@ class Part:
         return [
             plgpu.load(
                 extra.at[self.group, pl.ds(jnp.minimum(self.column + n, last), ring.STORE_TILE)],
-                layout=plgpu.Layout.WGMMA.reduce(0),
+                layout=plgpu.Layout.WGMMA.reduce(1 if self.tiles.fitted else 0),
                 optimized=False,
             ).astype(jnp.float32)
             for n in range(0, columns, ring.STORE_TILE)
         ]
 
-    def of_rows(self, extra: Any, m: int) -> Any:
-        """Loads the values of `extra [C]` for the rows of the piece at row `m`."""
-        at = extra.at[pl.ds(self.row + m, ring.STORE_TILE)]
-        return plgpu.load(at, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+    def below(self, of_columns: Any, like: Any) -> Any:
+        """Repeats a value of each column along the rows of a piece."""
+        return lax.broadcast_in_dim(of_columns, like.shape, (0 if self.tiles.fitted else 1,))
+
+    def beside(self, extra: Any, m: int, like: Any) -> Any:
+        """Loads the values of `extra [C]` for the rows of the piece at row `m`, and repeats each along the columns."""
+        axis = 1 if self.tiles.fitted else 0
+        at = extra.at[pl.ds(self.row + m, like.shape[axis])]
+        values = plgpu.load(at, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+        return lax.broadcast_in_dim(values, like.shape, (axis,))
 
 
 Epilogue = Callable[[Part], Iterator[tuple[Any, Callable[[Any], None]]]]
 """Yields the pieces of a part, each with the function that stores it."""
-
-
-def _beside(of_rows: Any, shape: tuple[int, ...]) -> Any:
-    """Repeats a value of each row along the columns."""
-    return lax.broadcast_in_dim(of_rows, shape, (0,))
-
-
-def _below(of_columns: Any, shape: tuple[int, ...]) -> Any:
-    """Repeats a value of each column along the rows."""
-    return lax.broadcast_in_dim(of_columns, shape, (1,))
 
 
 def _bias_of_tiles(bias: jax.Array) -> jax.Array:
@@ -118,12 +122,11 @@ def rows_by_weights(
 
     def epilogue(part: Part) -> Iterator[Any]:
         biases = part.of_columns(part.extra[0], tiles.warpgroup_n) if part.extra else []
-        for m, n in ring.places(tiles, tiles.warpgroup_n):
-            value = ring.piece(part.accumulators[0], m, n)
+        for m, n, (value,) in part.pieces(tiles.warpgroup_n):
             if biases:
-                added = _below(biases[n // ring.STORE_TILE], value.shape)
+                added = part.below(biases[n // ring.STORE_TILE], value)
                 if len(part.extra) > 1:
-                    added = added * _beside(part.of_rows(part.extra[1], m), value.shape)
+                    added = added * part.beside(part.extra[1], m, value)
                 value = value + added
             yield value.astype(rows.dtype), part.store(part.outputs[0], m, n)
 
@@ -169,13 +172,12 @@ def activated_rows(
     def epilogue(part: Part) -> Iterator[Any]:
         factors, biases = part.extra[: len(extra)], part.extra[len(extra) :]
         added = [part.of_columns(bias, own_width) for bias in biases]
-        for m, n in ring.places(tiles, own_width):
-            values = [ring.piece(acc, m, n) for acc in part.accumulators]
+        for m, n, values in part.pieces(own_width):
             if added:
-                values = [v + _below(b[n // ring.STORE_TILE], v.shape) for v, b in zip(values, added, strict=True)]
+                values = [v + part.below(b[n // ring.STORE_TILE], v) for v, b in zip(values, added, strict=True)]
             out = activation(*values)
             if factors:
-                out = out * _beside(part.of_rows(factors[0], m), out.shape)
+                out = out * part.beside(factors[0], m, out)
             for value, output in zip((out, *values), part.outputs, strict=False):
                 yield value.astype(rows.dtype), part.store(output, m, n)
 
@@ -224,7 +226,9 @@ def _product(
         if shapes != (pairs[0][0].shape, {pairs[0][1][0].shape}):
             raise ValueError(f"rows and weights of two products: {shapes} must be {pairs[0][0].shape} and the same")
     n_tiles, k_steps = pl.cdiv(columns[0], tile_width), pl.cdiv(depth, tiles.k)
-    tables = row_tiles(group_sizes, capacity, tiles.cluster_m)
+    if tiles.fitted and (tiles.m, tiles.split, tiles.cluster) != (HEIGHTS[-1], "n", None):
+        raise ValueError(f"{tiles}: fitted tiles have m={HEIGHTS[-1]}, split='n' and no cluster")
+    tables = row_tiles(group_sizes, capacity, tiles.cluster_m, tiles.fitted)
     operands = [a for rows, weights in pairs for a in (rows, *weights)]
     operands += [] if index_of_rows is None else [gather.padded(index_of_rows)]
     biased = any(array.ndim == 2 for array in extra)
@@ -251,47 +255,64 @@ def _product(
                 column = column + peer * width
             return m, row, column
 
+        def for_height(m: Any, of_height: Callable[[int, Any], Any], carry: Any) -> Any:
+            """Runs `of_height` for the height of the tiles in row `m` of tiles. A switch would be one branch, but with
+            three cases and more ptxas ran every wgmma to its end (CUDA 13.0)."""
+            if not tiles.fitted:
+                return of_height(tiles.m, carry)
+            chosen = facts[4, m]
+            for number, height in enumerate(HEIGHTS):
+                carry = lax.cond(chosen == number, functools.partial(of_height, height), lambda carry: carry, carry)
+            return carry
+
         def load_all() -> None:
             plgpu.set_max_registers(ring.LOAD_REGISTERS, action="decrease")
 
             def tile(index: Any, carry: Any) -> Any:
                 m, row, column = place(index)
                 group = facts[0, m]
-                gathered = None
-                if index_of_rows is not None:
-                    numbers = gather.numbers(given[-1], row, tiles.m)
-                    places = gather.places(numbers, given[0], facts[2, m], facts[3, m])
-                    gathered = gather.Gathered(
-                        lambda k, _, left, right: gather.copy(given[0], places, k * tiles.k, left)
-                    )
 
-                def load_of(rows: Any, *weights: Any) -> Callable[..., None]:
-                    matrices = [w.at[group] for w in weights]
+                def of_height(height: int, carry: Any) -> Any:
+                    gathered = None
+                    if index_of_rows is not None:
+                        numbers = gather.numbers(given[-1], row, height)
+                        places = gather.places(numbers, given[0], facts[2, m], facts[3, m])
+                        gathered = gather.Gathered(
+                            lambda k, _, left, right: gather.copy(given[0], places, k * tiles.k, part_of(left))
+                        )
 
-                    def load(k: Any, left: Any, right: Any, barrier: Any) -> None:
-                        depth_at = pl.ds(k * tiles.k, tiles.k)
-                        at = pl.ds(column, width)
-                        if gathered is None:
-                            plgpu.copy_gmem_to_smem(
-                                rows.at[pl.ds(row, tiles.m), depth_at],
-                                left,
-                                barrier,
-                                collective_axes="cluster" if tiles.cluster == "n" else None,
-                            )
-                        for number, matrix in enumerate(matrices):
-                            plgpu.copy_gmem_to_smem(
-                                matrix.at[at, depth_at] if transposed else matrix.at[depth_at, at],
-                                right if beside == 1 else right.at[number],
-                                barrier,
-                                collective_axes="cluster" if tiles.cluster == "m" else None,
-                            )
+                    def part_of(left: Any) -> Any:
+                        return left if height == tiles.m else left.at[pl.ds(0, height)]
 
-                    return load
+                    def load_of(rows: Any, *weights: Any) -> Callable[..., None]:
+                        matrices = [w.at[group] for w in weights]
 
-                for number in range(len(pairs)):
-                    pair = given[number * (1 + beside) : (number + 1) * (1 + beside)]
-                    carry = ring.load_steps(tiles, s, k_steps, carry, load_of(*pair), gathered)
-                return carry
+                        def load(k: Any, left: Any, right: Any, barrier: Any) -> None:
+                            depth_at = pl.ds(k * tiles.k, tiles.k)
+                            at = pl.ds(column, width)
+                            if gathered is None:
+                                plgpu.copy_gmem_to_smem(
+                                    rows.at[pl.ds(row, height), depth_at],
+                                    part_of(left),
+                                    barrier,
+                                    collective_axes="cluster" if tiles.cluster == "n" else None,
+                                )
+                            for number, matrix in enumerate(matrices):
+                                plgpu.copy_gmem_to_smem(
+                                    matrix.at[at, depth_at] if transposed else matrix.at[depth_at, at],
+                                    right if beside == 1 else right.at[number],
+                                    barrier,
+                                    collective_axes="cluster" if tiles.cluster == "m" else None,
+                                )
+
+                        return load
+
+                    for number in range(len(pairs)):
+                        pair = given[number * (1 + beside) : (number + 1) * (1 + beside)]
+                        carry = ring.load_steps(tiles, s, k_steps, carry, load_of(*pair), gathered)
+                    return carry
+
+                return for_height(m, of_height, carry)
 
             done = claims.loads(tiles, s, up_to, grid, tile)
             ring.drain(tiles, s, done)
@@ -301,11 +322,15 @@ def _product(
             m_at = pl.ds(wg * tiles.warpgroup_m, tiles.warpgroup_m) if tiles.split == "m" else slice(None)
             n_at = pl.ds(wg * own_width, own_width) if tiles.split == "n" else slice(None)
 
-            def multiply(accumulators: tuple[Any, ...], slot: Any) -> None:
+            def multiply(accumulators: tuple[Any, ...], slot: Any, height: int) -> None:
                 for number, acc in enumerate(accumulators):
                     right = s["right"].at[slot] if beside == 1 else s["right"].at[slot, number]
                     right = right.at[n_at] if transposed else right.at[:, n_at]
-                    plgpu.wgmma(acc, s["left"].at[slot, m_at], right.transpose((1, 0)) if transposed else right)
+                    if tiles.fitted:
+                        left = s["left"].at[slot, pl.ds(0, height)]
+                        plgpu.wgmma(acc, right if transposed else right.transpose((1, 0)), left.transpose((1, 0)))
+                    else:
+                        plgpu.wgmma(acc, s["left"].at[slot, m_at], right.transpose((1, 0)) if transposed else right)
 
             def tile(index: Any, carry: Any) -> Any:
                 m, row, column = place(index)
@@ -313,25 +338,33 @@ def _product(
                 group = facts[0, m] if biased else None
                 low, high, offset = facts[2, m], facts[3, m], row - facts[1, m]
                 steps = len(pairs) * k_steps
-                # Both warpgroups multiply every tile, though a group's last tile may have rows for one of them alone.
-                # All tiles last equally long then, and thread blocks at the same weights read them from the L2 cache.
-                accumulators, done = ring.multiply_steps(tiles, s, steps, carry, multiply, beside=beside)
                 if tiles.split == "m":
                     offset, row = offset + wg * tiles.warpgroup_m, row + wg * tiles.warpgroup_m
                 else:
                     column = column + wg * own_width
 
-                def store(out: Any, m: int, n: int) -> Callable[[Any], None]:
-                    def copy(buffer: Any) -> None:
-                        piece_low = jnp.clip(low - (offset + m), 0, ring.STORE_TILE)
-                        piece_high = jnp.clip(high - (offset + m), 0, ring.STORE_TILE)
-                        ring.store_rows(buffer, out, row + m, column + n, piece_low, piece_high)
+                # Both warpgroups multiply every tile, though a group's last tile may have rows for one of them alone.
+                # All tiles last equally long then, and thread blocks at the same weights read them from the L2 cache.
+                def of_height(height: int, carry: Any) -> Any:
+                    fit = height if tiles.fitted else None
+                    accumulators, done = ring.multiply_steps(
+                        tiles, s, steps, carry, functools.partial(multiply, height=height), beside=beside, height=fit
+                    )
 
-                    return copy
+                    def store(out: Any, m: int, n: int) -> Callable[[Any], None]:
+                        def copy(buffer: Any) -> None:
+                            piece_low = jnp.clip(low - (offset + m), 0, buffer.shape[0])
+                            piece_high = jnp.clip(high - (offset + m), 0, buffer.shape[0])
+                            ring.store_rows(buffer, out, row + m, column + n, piece_low, piece_high)
 
-                part = Part(accumulators, group, row, column, others[: len(extra)], others[len(extra) :], store)
-                ring.store(epilogue(part), s["pieces"], wg)
-                return done
+                        return copy
+
+                    extras, outputs = others[: len(extra)], others[len(extra) :]
+                    part = Part(accumulators, group, row, column, extras, outputs, store, tiles, fit)
+                    ring.store(epilogue(part), s["pieces"], wg, tiles.fitted)
+                    return done
+
+                return for_height(m, of_height, carry)
 
             claims.multiplies(tiles, s, grid, tile)
             plgpu.wait_smem_to_gmem(0)

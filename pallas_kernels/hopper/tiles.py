@@ -16,6 +16,10 @@ COMPUTE_WARPGROUPS = 2
 """Multiplying warpgroups of a thread block, beside the loading one."""
 
 
+HEIGHT_UNIT = 16
+"""Heights of fitted tiles are multiples of this; so are the distances between the tiles of a group."""
+HEIGHTS = (112, 128, 144)
+"""Heights of fitted tiles: the kernel has code for each of them."""
 COLUMN_ALIGNMENT = 32
 """Hidden sizes and widths are multiples of this: 64 bytes, the narrowest swizzle that these kernels lower with."""
 
@@ -36,6 +40,9 @@ class Tiles:
         row of tiles is computed from left to right. A band reads the right operand once for all its tiles, where one
         row of tiles would read more of it than the L2 cache holds.
       swizzle: bytes of a row of shared memory, 128 or 64. Rows of all operands are multiples of it.
+      fitted: tiles of rows are as high as their groups need, one of `HEIGHTS`, of which `m` is the last. The weights
+        are the left operand of wgmma then, whose height is always 64, and the rows are the right one, whose width is
+        any multiple of 8. `split` must be "n", and there are no clusters.
     """
 
     m: int = 128
@@ -48,6 +55,7 @@ class Tiles:
     claimed: bool = False
     band: int = 1
     swizzle: int = 128
+    fitted: bool = False
 
     @property
     def warpgroup_m(self) -> int:
@@ -90,27 +98,61 @@ def up_to_each(values: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where((each <= at) & (at < num), values, 0), axis=1)
 
 
-def row_tiles(group_sizes: jax.Array, capacity: int, tile_m: int) -> tuple[jax.Array, jax.Array]:
+def row_tiles(group_sizes: jax.Array, capacity: int, tile_m: int, fitted: bool = False) -> tuple[jax.Array, jax.Array]:
     """Cuts the groups' rows into tiles.
+
+    Args:
+      group_sizes: int32 `[L]`.
+      capacity: the number of rows.
+      tile_m: height of a tile, or with `fitted` the most: each group's rows are then shared out to as few tiles as
+        possible, as evenly as `HEIGHT_UNIT` allows.
 
     Returns:
       int32 `[4, N]`: of each tile its group, its first row (a multiple of 8), how many rows to leave out at the
-      beginning, and the end of the valid rows, counted from its first row. `N` is the most tiles that any groups of
-      `capacity` rows can need. int32 `[L + 1]`: how many tiles there are up to each group, from `up_to_each`.
+      beginning, and the end of the valid rows, counted from its first row; with `fitted` a fifth row, the number of its
+      height in `HEIGHTS`. `N` is the most tiles that any groups of `capacity` rows can need. int32 `[L + 1]`: how many
+      tiles there are up to each group, from `up_to_each`.
     """
     num_groups = group_sizes.shape[0]
     sizes = jnp.maximum(group_sizes.astype(jnp.int32), 0)
     ends = up_to_each(sizes)[:num_groups]
     starts = ends - sizes
     aligned = starts // ROW_ALIGNMENT * ROW_ALIGNMENT
-    tiles = jnp.where(sizes > 0, pl.cdiv(ends - aligned, tile_m), 0)
+    unit = HEIGHT_UNIT if fitted else tile_m
+    units = jnp.where(sizes > 0, pl.cdiv(ends - aligned, unit), 0)
+    tiles = pl.cdiv(units, tile_m // unit)
     up_to = up_to_each(tiles)
     last_tile = up_to[:num_groups]
-    most = pl.cdiv(capacity, tile_m) + num_groups - 1
+    # a group may begin up to 7 rows in front of its own first one, which matters where rows are shared out evenly
+    most = pl.cdiv(capacity + (ROW_ALIGNMENT - 1) * num_groups * fitted, tile_m) + num_groups - (not fitted)
     index = jnp.arange(most, dtype=jnp.int32)[:, None]
     first_tile = jnp.pad(last_tile[:-1], (1, 0))  # not `last_tile - tiles`: `tiles` would be a kernel of its own
-    first = aligned + (index - first_tile) * tile_m
-    groups = jnp.broadcast_to(jnp.arange(num_groups, dtype=jnp.int32), first.shape)
-    facts = jnp.stack([groups, first, jnp.maximum(starts - first, 0), ends - first])
+    number = index - first_tile
+    groups = jnp.arange(num_groups, dtype=jnp.int32)
+    if fitted:
+        count = jnp.maximum(last_tile - first_tile, 1)
+        # Each group begins with another one of its tiles: thread blocks that take every 132nd tile would always meet
+        # the same ones.
+        first_unit, height = _shared_out(units, count, groups % count, number)
+        first, chosen = aligned + first_unit * unit, sum(jnp.where(height > step // unit, 1, 0) for step in HEIGHTS)
+        end = jnp.minimum(ends - first, height * unit)
+    else:
+        first, chosen = aligned + number * tile_m, None
+        end = ends - first
+    each = [jnp.broadcast_to(groups, first.shape), first, jnp.maximum(starts - first, 0), end]
+    facts = jnp.stack(each if chosen is None else [*each, chosen])
     # A tile has facts of one group, so that a sum over the groups selects them. Gathers would be kernels of their own.
     return jnp.sum(jnp.where((index >= first_tile) & (index < last_tile), facts, 0), axis=-1), up_to
+
+
+def _shared_out(units: jax.Array, count: jax.Array, turn: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Shares `units` out to `count` tiles, some of them one unit higher. Returns the first unit and the units of tile
+    `number`, when the tiles are counted from number `turn` on."""
+    least = units // count
+    higher = units - least * count
+
+    def higher_before(number: jax.Array) -> jax.Array:
+        return number // count * higher + jnp.minimum(number % count, higher)
+
+    before = higher_before(turn + number)
+    return number * least + before - higher_before(turn), least + higher_before(turn + number + 1) - before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -24,7 +25,7 @@ from xen_moe_jax.pallas_kernels.hopper import contraction
 from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
 from xen_moe_jax.pallas_kernels.hopper.rows import activated_rows, rows_by_weights
-from xen_moe_jax.pallas_kernels.hopper.tiles import Tiles, row_tiles
+from xen_moe_jax.pallas_kernels.hopper.tiles import HEIGHTS, Tiles, row_tiles
 
 SIZES = (70, 0, 131, 37)
 SMALL = {
@@ -35,19 +36,20 @@ SMALL = {
 SMALL_SWIGLU = {"plain": SMALL["plain"], "few rows": Tiles(m=64, stages=2, split="n")}
 
 
-@pytest.mark.parametrize("tile_m", [64, 128, 256])
-@pytest.mark.parametrize("sizes", [(70, 0, 131, 37), (0, 0, 0), (1,) * 40, (512,), (8, 8, 256)])
-def test_every_row_of_a_group_is_in_one_tile(sizes, tile_m):
+@pytest.mark.parametrize(("tile_m", "fitted"), [(64, False), (128, False), (256, False), (HEIGHTS[-1], True)])
+@pytest.mark.parametrize("sizes", [(70, 0, 131, 37), (0, 0, 0), (1,) * 40, (512,), (8, 8, 256), (517, 530, 9, 300)])
+def test_every_row_of_a_group_is_in_one_tile(sizes, tile_m, fitted):
     capacity = sum(sizes) + 13
-    compiled = jax.jit(row_tiles, static_argnums=(1, 2))
-    facts, up_to = map(np.asarray, compiled(jnp.asarray(sizes, jnp.int32), capacity, tile_m))
-    group, first, skip, end = facts
+    compiled = jax.jit(row_tiles, static_argnums=(1, 2, 3))
+    facts, up_to = map(np.asarray, compiled(jnp.asarray(sizes, jnp.int32), capacity, tile_m, fitted))
+    group, first, skip, end, *chosen = facts
     *_, total, counter = up_to
     assert counter == 0
     seen = np.full(capacity, -1)
     for tile in range(total):
         rows = first[tile] + np.arange(max(skip[tile], 0), min(end[tile], tile_m))
         assert rows.size and first[tile] % 8 == 0
+        assert not fitted or end[tile] <= HEIGHTS[chosen[0][tile]]
         assert (seen[rows] == -1).all()
         seen[rows] = group[tile]
     np.testing.assert_array_equal(seen[: sum(sizes)], np.repeat(np.arange(len(sizes)), sizes))
@@ -125,6 +127,26 @@ def test_two_products_in_the_interpreter(tiles, interpreter):
     close(out[:used], g / (1 + np.exp(-g)) * u * np.asarray(factors, np.float64)[:used, None])
     for got, expected in zip(projections, (g, u), strict=True):
         close(got[:used], expected)
+
+
+def test_fitted_tiles_in_the_interpreter(interpreter):
+    """Turned accumulators: every height, biases and factors, and columns that end within a tile."""
+    rng = np.random.default_rng(2)
+    sizes = jnp.asarray((70, 0, 131, 37, 109), jnp.int32)
+    used = int(sizes.sum())
+    rows = jnp.asarray(rng.normal(size=(used + 5, 128)), jnp.bfloat16).at[used:].set(jnp.nan)
+    weights = jnp.asarray(rng.normal(size=(5, 128, 192)) / 16, jnp.bfloat16)
+    biases = jnp.asarray(rng.normal(size=(2, 5, 192)), jnp.bfloat16)
+    factors = jnp.arange(used + 5, dtype=jnp.float32).at[used:].set(jnp.nan) / used - 0.5
+    tiles = dataclasses.replace(hopper.FITTED, stages=2, band=2)
+    epilogue = {"activation": Activation("clipped_swiglu", limit=0.5), "projections": True, "tiles": tiles}
+    given = rows, (weights, -weights), sizes, tuple(biases), factors
+    inner = activated_rows(*given, **epilogue, num_sms=2)
+    for got, expected in zip(inner, plain_hopper.activated_rows(*given, **epilogue), strict=True):
+        close(got[:used], expected[:used])
+    turned = {"transposed": True, "tiles": tiles}
+    given = rows, jnp.swapaxes(weights, 1, 2), sizes, None, biases[0], factors
+    close(rows_by_weights(*given, **turned, num_sms=2)[:used], plain_hopper.rows_by_weights(*given, **turned)[:used])
 
 
 def test_columns_that_end_within_a_tile_in_the_interpreter(interpreter):
@@ -324,8 +346,12 @@ def test_plans():
 
 def test_plans_for_few_rows():
     """By the rows of the buffer for each group."""
-    many, few = hopper.plan(7168, 2048, 65 * 8, 8), hopper.plan(7168, 2048, 64 * 8, 8)
-    assert many == hopper.plan(7168, 2048)
+    many, few = hopper.plan(7168, 2048), hopper.plan(7168, 2048, 64 * 8, 8)
+    assert hopper.plan(7168, 2048, 641 * 8, 8) == many
+    some, more = (hopper.plan(7168, 2048, rows * 8, 8) for rows in (65, 640))
+    fitted = dataclasses.replace(hopper.FITTED, band=hopper.BAND)
+    assert (some.forward, some.rows, some.gated, some.weights) == (fitted, fitted, fitted, many.weights)
+    assert more == dataclasses.replace(some, forward=many.forward)
     assert few == hopper.Plan(hopper.FEW[0], hopper.FEW[0], many.weights, hopper.FEW[0], many.sums)
     assert hopper.plan(7168, 128, 2048, 64).forward == hopper.FEW[1]
 

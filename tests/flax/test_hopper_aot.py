@@ -35,6 +35,15 @@ def test_machine_code(sharding, kernel, tiles, tmp_path, monkeypatch):
     compile_alone(kernel, TILES[tiles], hopper_kernels.operands(sharding), tmp_path, monkeypatch)
 
 
+@pytest.mark.parametrize("kernel", ["swiglu", "gradient_of_rows", "gathered_swiglu"])
+def test_machine_code_of_fitted_tiles(sharding, kernel, tmp_path, monkeypatch):
+    """Stores turn the tiles by stmatrix."""
+    given = hopper_kernels.operands(sharding, 2880, 2880)
+    compile_alone(getattr(hopper_kernels, kernel), hopper.FITTED, given, tmp_path, monkeypatch)
+    (text,) = [path.read_text() for path in tmp_path.glob("*.ptx")]
+    assert re.search(r"stmatrix\S*\.trans", text) and "st.shared.b16" not in text
+
+
 @pytest.mark.parametrize("kernel", hopper_kernels.EPILOGUES)
 def test_machine_code_of_epilogues(sharding, kernel, tmp_path, monkeypatch):
     """Of gpt-oss' shape, whose columns end within a tile."""

@@ -41,6 +41,8 @@ TILINGS = {
     "no delay": Tiles(delay=0),
     "claimed": Tiles(claimed=True),
     "claimed, small": Tiles(n=128, stages=6, claimed=True),
+    "fitted": Tiles(m=144, split="n", fitted=True, band=2),
+    "fitted, claimed": Tiles(m=144, split="n", fitted=True, claimed=True),
 }
 
 
@@ -94,12 +96,15 @@ def test_groups(groups, tiles):
 
 @pytest.mark.parametrize("tiling", TILINGS)
 def test_tilings(tiling):
-    plan = hopper.Plan(*[TILINGS[tiling]] * 3)
+    tiles = TILINGS[tiling]
+    plan = hopper.Plan(tiles, tiles, Tiles() if tiles.fitted else tiles)
     check(*operands((300, 0, 77, 128), depth=512), plan)
     check(*operands((1, 700, 9, 12000), depth=512), plan)
 
 
-@pytest.mark.parametrize("tiling", ["no clusters", "half as high, claimed", "claimed, small", "tall"])
+@pytest.mark.parametrize(
+    "tiling", ["no clusters", "half as high, claimed", "claimed, small", "tall", "fitted, claimed"]
+)
 @pytest.mark.parametrize("groups", GROUPS)
 def test_gathered_rows(groups, tiling):
     """Rows by an index: the bits of the same kernels on rows that were put in order, and of any index behind them."""
@@ -126,8 +131,9 @@ def test_gathered_rows(groups, tiling):
         if swiglu:
             run = functools.partial(activated_rows, activation=Activation(), projections=True, tiles=tiles)
             activated = run(rows, (gate, up), group_sizes, index=index)
-        left = rows_by_rows(rows, wide, group_sizes, index, gathered="rows", tiles=tiles)
-        right = rows_by_rows(wide, rows, group_sizes, index, gathered="others", tiles=tiles)
+        of_weights = Tiles() if tiles.fitted else tiles
+        left = rows_by_rows(rows, wide, group_sizes, index, gathered="rows", tiles=of_weights)
+        right = rows_by_rows(wide, rows, group_sizes, index, gathered="others", tiles=of_weights)
         return [of_rows[:used], by_rows[:used], *(a[:used] for a in activated), left, right]
 
     for one, other in zip(jax.jit(kernels)(x, index), jax.jit(kernels)(sorted_rows, None), strict=True):
@@ -274,7 +280,7 @@ def test_experts_of_every_shape(shape, name, biased):
 
 
 @pytest.mark.parametrize(
-    "tiling", ["no clusters", "clusters m", "no delay", "split n", "half as high", "half as high, claimed"]
+    "tiling", ["no clusters", "clusters m", "no delay", "split n", "half as high", "half as high, claimed", "fitted"]
 )
 def test_tilings_of_swiglu(tiling, monkeypatch):
     monkeypatch.setattr(hopper, "GATED", TILINGS[tiling])

@@ -31,14 +31,14 @@ from xen_moe_jax.pallas_kernels.hopper import gather
 from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
 from xen_moe_jax.pallas_kernels.hopper.rows import activated_rows, rows_by_weights
-from xen_moe_jax.pallas_kernels.hopper.tiles import COLUMN_ALIGNMENT, ROW_ALIGNMENT, Tiles
+from xen_moe_jax.pallas_kernels.hopper.tiles import COLUMN_ALIGNMENT, HEIGHTS, ROW_ALIGNMENT, Tiles
 
 DTYPES = ("bfloat16", "float16")
 COMPUTE_CAPABILITY = "9.0"
 PREFERRED = (Tiles(), Tiles(n=192), Tiles(n=128, stages=6))
 """Tiles by their widths. The times of twelve are in benchmarks/results/grouped_matmul_h200.json. Pairs of blocks that
-share their loads (`Tiles(cluster="m")`) are 2 to 5 % faster on groups of 2048 rows; a layer gains nothing by them
-(docs/lab/layers.md), and tiles twice as high fit small groups worse."""
+share their loads (`Tiles(cluster="m")`) are faster in one of the matmuls that docs/lab/layers.md has; tiles twice as
+high fit small groups worse."""
 COSTS = {256: 1.0, 192: 1.02, 128: 1.06}
 """Relative time of a column in tiles of each width: narrower tiles load more for each multiplication."""
 GATED = Tiles()
@@ -54,6 +54,9 @@ TALL = Tiles(m=256, n=128)
 """Tiles of weights' gradients in bands where the operand on the side of the columns is gathered. Threads copy half as
 many elements of a row as with `PREFERRED`, and TMA twice as many. At DeepSeek-V3's size the kernel takes 1,526 us
 instead of 1,717 (H100)."""
+FITTED, FITTED_ROWS = Tiles(m=HEIGHTS[-1], split="n", fitted=True), 640
+"""Tiles of two projections and of gradients of rows, up to so many rows a group by the size of the buffer, and of one
+product up to half as many. With more rows a group, few of a group's tiles are at its end."""
 BAND_FROM, BAND = 16, 8
 """Matmuls of rows compute their tiles in bands of `BAND` rows of tiles, and so do weights' gradients with more columns
 of tiles than `BAND_FROM`. All thread blocks together compute 132 tiles at a time. Row by row, blocks side by side
@@ -106,9 +109,14 @@ def plan(depth: int, columns: int, rows: int | None = None, groups: int = 1) -> 
     backward pass, too.
     """
     few = rows is not None and rows <= FEW_ROWS * groups
-    of_rows = FEW if few else PREFERRED
     common = math.gcd(_padded(depth), _padded(columns)) * 2
     swizzle = next(width for width in (128, 64) if common % width == 0)
+
+    def fits(part: int) -> bool:
+        return rows is not None and part * rows <= FITTED_ROWS * groups and swizzle == FITTED.swizzle
+
+    def of_rows(part: int) -> tuple[Tiles, ...]:
+        return FEW if few else (FITTED,) if fits(part) else PREFERRED
 
     def best(candidates: tuple[Tiles, ...], width: int, band_from: int = 0) -> Tiles:
         chosen = min(candidates, key=lambda tiles: -(-width // tiles.n) * tiles.n * COSTS[tiles.n])
@@ -118,11 +126,11 @@ def plan(depth: int, columns: int, rows: int | None = None, groups: int = 1) -> 
     weights = best(PREFERRED, columns, BAND_FROM)
     tall = weights.band > 1 and depth % TALL.m == 0
     return Plan(
-        forward=best(of_rows, columns),
-        rows=best(of_rows, depth),
+        forward=best(of_rows(2), columns),
+        rows=best(of_rows(1), depth),
         weights=weights,
         gathered=best((TALL,), columns, BAND_FROM) if tall else None,
-        gated=best((FEW[0] if few else GATED,), columns),
+        gated=best((FEW[0] if few else FITTED if fits(1) else GATED,), columns),
         sums=best((SUMS,), columns),
     )
 
