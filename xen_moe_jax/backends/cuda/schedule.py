@@ -34,6 +34,10 @@ SOLO_ENTRIES = 2048
 blocks."""
 
 
+SEGMENT_SLOTS, SEGMENT_SLOTS_ALONE = 32, 256
+"""Least slots that a warp counts in a dispatch, of several ranks and of one. The fewer it counts, the more sums are
+there for each expert, which a warp adds up one after the other. With 256, a dispatch of 4096 numbers on one rank takes
+13 to 23 us less (docs/lab/layers.md)."""
 CHUNKS = 64
 """Chunks into which a rank divides the tokens that it sends to another node, while a chunk has at least
 `MIN_CHUNK_TOKENS` and at most `USUAL_CHUNK_TOKENS` tokens."""
@@ -255,7 +259,8 @@ def dispatch(
         return Schedule(count, push, _within(-(-spec.num_tokens * spec.top_k // 512), count), parts, solo, True)
     counting = _within(_tuning.layout_blocks or count - push, count)
     tokens = spec.num_ranks * spec.num_tokens
-    segment = max(-(-32 // spec.slots), -(-tokens // (counting * module.compiled().warps)))
+    least = SEGMENT_SLOTS_ALONE if spec.num_ranks == 1 else SEGMENT_SLOTS
+    segment = max(-(-least // spec.slots), -(-tokens // (counting * module.compiled().warps)))
     segments = spec.num_ranks * -(-spec.num_tokens // segment)
     counting = _within(-(-segments // module.compiled().warps), counting)
     return Schedule(count, push, counting, parts, segment)
