@@ -1,14 +1,15 @@
-"""Gradients of grouped matmuls by their rows: `sum over p of cotangent_p [C, A_p] @ weights_p[expert].T`, in one
-kernel, and the same behind an activation.
+"""Grouped matmuls and their gradients by the rows, in one kernel for several weights of the same rows:
+`rows [C, A] @ weights_p[expert]`, with the activation of the products; `sum over p of cotangent_p [C, A_p] @
+weights_p[expert].T`; and the latter behind an activation.
 
-What moves: weights as they lie, `[L, B, A]`, of which both operands are contracted along their last axis, so that no
-transposed copy of them is made; the cotangents of several matmuls of the same rows (gate and up), whose products are
-added up in float32 before the sum is rounded once and written.
+What moves: weights as they lie. For a gradient both operands are contracted along their last axis, so that no
+transposed copy of `[L, B, A]` is made, and the products of several matmuls (gate and up) are added up in float32 before
+the sum is rounded once and written.
 
 Who does it: a visit is a tile of rows and an expert with rows in it. Tiles come in order, so a tile that has rows of
-several experts stays in VMEM for all of them. Of a tile, a visit multiplies the pieces that hold rows of its expert.
-Rows past the last expert are written as zeros. Tiles of columns are the first dimension of the grid; two cores share
-them.
+several experts stays in VMEM for all of them. Of a tile, a visit multiplies the rows of its expert in pieces, the first
+of which begins with at most 15 rows of another one. Rows past the last expert are written as zeros. Tiles of columns
+are the first dimension of the grid; two cores share them.
 
 `activation_gradients` has more to do where a piece's sums are complete: the sums are the cotangent of an activation's
 output, and it writes the cotangents of the activation's operands, so that no pass over the rows follows.
@@ -38,7 +39,7 @@ class Tiles:
     Attributes:
       rows, columns: of a tile of the result; `rows` divides `C`.
       depth: elements of the contracted dimension in a step; it divides that dimension.
-      piece: rows that are multiplied at a time, a multiple of 16; it divides `rows`.
+      piece: rows that are multiplied at a time, a multiple of 32; it divides `rows`.
     """
 
     rows: int
@@ -46,23 +47,29 @@ class Tiles:
     depth: int
     piece: int
 
+    @property
+    def longer(self) -> int:
+        """Rows of a piece that ends with few rows behind a whole one."""
+        return self.piece + self.piece // 2
+
     def vmem_bytes(self, operands: int, itemsize: int, results: int = 1) -> int:
         """Returns the bytes of VMEM that the kernel takes for `operands` cotangents, each with a weight, and `results`
         blocks of the size of the result."""
         given = 2 * operands * (self.rows + self.columns) * self.depth * itemsize
-        return given + self.rows * self.columns * (4 + 2 * results * itemsize)
+        return given + self.rows * self.columns * (4 * operands + 2 * results * itemsize)
 
 
-def visits_of(group_sizes: jax.Array, rows: int, tile: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def visits_of(group_sizes: jax.Array, rows: int, tile: int, least: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the visits in order: int32 `[V]`, the tile of rows of each visit; `[V]`, its group; and `[G]`, the end of
     each group's rows. `V` is `rows / tile + G`. Visits that are not needed come last, with the last tile and group `G`.
 
     Args:
-      group_sizes: int32 `[G]`, which add up to `rows`. tile: rows of a tile.
+      group_sizes: int32 `[G]`, which add up to at most `rows`. tile: rows of a tile. least: 1 for a visit of each group
+        without rows, too.
     """
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     first = (ends - group_sizes) // tile
-    count = jnp.where(group_sizes > 0, (ends - 1) // tile - first + 1, 0)
+    count = jnp.where(group_sizes > 0, (ends - 1) // tile - first + 1, least)
     until = jnp.cumsum(count, dtype=jnp.int32)
     groups, tiles = group_sizes.shape[0], rows // tile
     visit = jnp.arange(tiles + groups, dtype=jnp.int32)
@@ -72,76 +79,161 @@ def visits_of(group_sizes: jax.Array, rows: int, tile: int) -> tuple[jax.Array, 
     return jnp.where(group < groups, jnp.clip(begin + visit, 0, tiles - 1), tiles - 1), group, ends
 
 
+ALIGNMENT = 16
+"""A piece of rows begins at a multiple of this, the rows of a tile of bfloat16 in VMEM."""
 Store = Callable[[Any, jax.Array], None]
-"""`(block of a result, float32 values of a piece)`: writes the rows of the expert, and leaves those of others. A block
-of numbers of rows, `[1, 1, pieces, piece]`, takes values `[1, piece]`."""
-Finish = Callable[[Any, Any, jax.Array, Store], None]
+"""`(block of a result, float32 values of a piece)`: writes the rows of the expert, leaves those of experts before it,
+and sets those behind it to zero. A block of numbers of rows, `[1, 1, rows / 16, 16]`, takes values `[1, piece]`."""
+Finish = Callable[[Any, Any, Sequence[jax.Array], Store], None]
 """`(references, rows of the piece, its sums float32 [piece, columns], store)`: makes the results of a piece."""
+Sums = Sequence[Sequence[tuple[int, int]]]
+"""The products that are added up in each sum: numbers of the rows and of the weights that are multiplied."""
 
 
-def _body(refs: Any, *, tiles: Tiles, pairs: Sequence[tuple[str, str]], local: int, outs: int, finish: Finish) -> None:
+def pieces_of(begin: Any, end: Any, tiles: Tiles) -> tuple[Any, Any, Any]:
+    """Returns how the rows `[begin, end)` of a tile are cut into pieces: the first row of the first piece, the number
+    of pieces of `tiles.piece` rows, and 1 if a longer one of `tiles.longer` rows follows, else 0.
+
+    A piece of `tiles.piece` rows takes as long as a shorter one would, and a longer piece is cheaper than two.
+    """
+    first = lax.div(begin, ALIGNMENT) * ALIGNMENT
+    count, rest = lax.div(end - first, tiles.piece), lax.rem(end - first, tiles.piece)
+    longer = (count > 0) & (rest > 0) & (rest <= tiles.longer - tiles.piece)
+    count = jnp.where(longer, count - 1, count + (rest > 0))
+    longer = longer.astype(jnp.int32)
+    # where the last piece would end behind the tile, all of them begin earlier, with rows of other experts
+    return jnp.minimum(first, tiles.rows - count * tiles.piece - longer * tiles.longer), count, longer
+
+
+def _body(
+    refs: Any, *, tiles: Tiles, sums: Sums, transposed: bool, local: int, outs: int, zeros: bool, finish: Finish
+) -> None:
     visit, step = pl.program_id(1), pl.program_id(2)
     expert, last = refs.experts[visit], pl.num_programs(2) - 1
     above = refs.tiles[visit] * tiles.rows
-    begin = jnp.where(expert > 0, refs.ends[jnp.maximum(expert - 1, 0)], 0) - above
-    end = refs.ends[jnp.minimum(expert, local)] - above
-    first = lax.div(jnp.maximum(begin, 0), tiles.piece)
-    behind = lax.div(jnp.minimum(end, tiles.rows) + (tiles.piece - 1), tiles.piece)
+    begin = jnp.maximum(jnp.where(expert > 0, refs.ends[jnp.maximum(expert - 1, 0)], 0) - above, 0)
+    end = jnp.minimum(refs.ends[jnp.minimum(expert, refs.ends.shape[0] - 1)] - above, tiles.rows)
+    first, count, longer = pieces_of(begin, end, tiles)
 
-    def rows_of(number: Any) -> Any:
-        return pl.ds(pl.multiple_of(number * tiles.piece, tiles.piece), tiles.piece)
-
-    @pl.loop(first, jnp.where(expert < local, behind, first))
-    def _(number: Any) -> None:
-        here = rows_of(number)
-        total: Any = None
-        for cotangent, weight in pairs:
-            left, right = getattr(refs, cotangent)[here], getattr(refs, weight)[0]
-            product = lax.dot_general(
-                left, right, (((1,), (1,)), ((), ())), precision(left.dtype), preferred_element_type=jnp.float32
-            )
-            total = product if total is None else total + product
-        is_first = begin <= number * tiles.piece
-
+    def store_at(first: Any) -> Store:
         def store(out: Any, value: jax.Array) -> None:
-            of_rows = len(out.shape) == 4
-            at = (0, 0, pl.ds(number, 1)) if of_rows else (here,)
-            row = lax.broadcasted_iota(jnp.int32, value.shape, int(of_rows)) + number * tiles.piece
-            mine = (row >= begin) & (row < end)
-            others = jnp.where(is_first, 0.0, out[at].astype(jnp.float32))  # rows of no expert are zero
-            out[at] = jnp.where(mine, value, others).astype(out.dtype)
+            def put(at: Any, value: jax.Array, axis: int, first: Any) -> None:
+                row = lax.broadcasted_iota(jnp.int32, value.shape, axis) + first
+                mine = (row >= begin) & (row < end)
+                others = jnp.where(row < begin, out[at].astype(jnp.float32), 0.0)
+                out[at] = jnp.where(mine, value, others).astype(out.dtype)
 
-        if refs.total is None:
-            finish(refs, here, total, store)
+            if len(out.shape) < 4:
+                put((pl.ds(first, value.shape[0]),), value, 0, first)
+                return
+            for n in range(0, value.shape[1], ALIGNMENT):
+                at = (0, 0, pl.ds(lax.div(first, ALIGNMENT) + n // ALIGNMENT, 1))
+                put(at, value[:, n : n + ALIGNMENT], 1, first + n)
+
+        return store
+
+    def multiply(first: Any, size: int) -> None:
+        first = pl.multiple_of(first, ALIGNMENT)
+        here, store = pl.ds(first, size), store_at(first)
+        contracted = (((1,), (1 if transposed else 0,)), ((), ()))
+
+        def product(rows: int, weight: int) -> jax.Array:
+            left, right = getattr(refs, f"rows_{rows}")[here], getattr(refs, f"weight_{weight}")[0]
+            return lax.dot_general(left, right, contracted, precision(left.dtype), preferred_element_type=jnp.float32)
+
+        totals = [functools.reduce(lax.add, (product(*pair) for pair in pairs)) for pairs in sums]
+        if refs.total_0 is None:
+            finish(refs, here, totals, store)
             return
+        kept = [getattr(refs, f"total_{n}") for n in range(len(sums))]
 
         @pl.when(step == 0)
         def _() -> None:
-            refs.total[here] = total
+            for ref, total in zip(kept, totals, strict=True):
+                ref[here] = total
 
         @pl.when(step > 0)
         def _() -> None:
-            refs.total[here] += total
+            for ref, total in zip(kept, totals, strict=True):
+                ref[here] += total
 
         @pl.when(step == last)
         def _() -> None:
-            finish(refs, here, refs.total[here], store)
+            finish(refs, here, [ref[here] for ref in kept], store)
 
-    none = lax.div(jnp.maximum(begin, 0) + (tiles.piece - 1), tiles.piece)
-
-    @pl.loop(none, jnp.where((expert == local) & (step == last), behind, none))
+    @pl.loop(0, jnp.where(expert < local, count, 0))
     def _(number: Any) -> None:
+        multiply(first + number * tiles.piece, tiles.piece)
+
+    if tiles.longer <= tiles.rows:
+
+        @pl.loop(0, jnp.where(expert < local, longer, 0))
+        def _(number: Any) -> None:
+            del number
+            multiply(first + count * tiles.piece, tiles.longer)
+
+    if not zeros:
+        return
+    none = lax.div(begin, tiles.piece)
+
+    @pl.loop(none, jnp.where((expert == local) & (step == last), tiles.rows // tiles.piece, none))
+    def _(number: Any) -> None:
+        at = pl.multiple_of(number * tiles.piece, tiles.piece)
         for n in range(outs):
             out = getattr(refs, f"out_{n}")
-            if len(out.shape) == 4:
-                out[0, 0, pl.ds(number, 1)] = jnp.zeros((1, tiles.piece), out.dtype)
-            else:
-                out[rows_of(number)] = jnp.zeros((tiles.piece, out.shape[1]), out.dtype)
+            shape = (1, tiles.piece) if len(out.shape) == 4 else (tiles.piece, out.shape[1])
+            store_at(at)(out, jnp.zeros(shape, jnp.float32))
 
 
-def _sums(refs: Any, here: Any, total: jax.Array, store: Store) -> None:
+def _one_sum(refs: Any, here: Any, totals: Sequence[jax.Array], store: Store) -> None:
     del here
-    store(refs.out_0, total)
+    store(refs.out_0, totals[0])
+
+
+def grouped_products(
+    rows: jax.Array,
+    weights: Sequence[jax.Array],
+    group_sizes: jax.Array,
+    *,
+    activation: Any = None,
+    keep: bool = True,
+    tiles: Tiles,
+    launch: Launch,
+) -> list[jax.Array]:
+    """Rows times each of several weights of their experts, and the activation of the products.
+
+    Args:
+      rows: `[C, A]`, sorted by expert. weights: each `[L, A, B]` of the same dtype. group_sizes: int32 `[L]`.
+      activation: on float32, of the products as they are rounded; None for none.
+      keep: the products are results.
+
+    Returns:
+      `[C, B]` each in the dtype of the rows, unspecified past the last group: the activation if there is one, and the
+      products with `keep`.
+    """
+
+    def finish(refs: Any, here: Any, totals: Sequence[jax.Array], store: Store) -> None:
+        del here
+        found = list(totals) if keep else []
+        if activation is not None:
+            found.insert(0, activation(*(total.astype(rows.dtype).astype(jnp.float32) for total in totals)))
+        for n, value in enumerate(found):
+            store(getattr(refs, f"out_{n}"), value)
+
+    return _launched(
+        "xen_moe_grouped_products",
+        [rows],
+        weights,
+        group_sizes,
+        (),
+        sums=[[(0, n)] for n in range(len(weights))],
+        transposed=False,
+        finish=finish,
+        results=(activation is not None) + keep * len(weights),
+        zeros=False,
+        tiles=tiles,
+        launch=launch,
+    )
 
 
 def grouped_transposed(
@@ -162,7 +254,11 @@ def grouped_transposed(
       `[C, B]` in the dtype of the cotangents, zero past the last group.
     """
     name = "xen_moe_grouped_transposed"
-    return _launched(name, cotangents, weights, group_sizes, (), finish=_sums, results=1, tiles=tiles, launch=launch)[0]
+    sums = [[(n, n) for n in range(len(weights))]]
+    (out,) = _launched(
+        name, cotangents, weights, group_sizes, (), sums=sums, finish=_one_sum, results=1, tiles=tiles, launch=launch
+    )
+    return out
 
 
 def activation_gradients(
@@ -189,7 +285,8 @@ def activation_gradients(
       them are zero past the last group.
     """
 
-    def finish(refs: Any, here: Any, total: jax.Array, store: Store) -> None:
+    def finish(refs: Any, here: Any, totals: Sequence[jax.Array], store: Store) -> None:
+        (total,) = totals
         operands = [getattr(refs, f"extra_{n}")[here].astype(jnp.float32) for n in range(len(projections))]
         factor = getattr(refs, f"extra_{len(projections)}")[here]
         inner = activation(*operands)
@@ -208,6 +305,7 @@ def activation_gradients(
         [weight],
         group_sizes,
         [*projections, factors[:, None]],
+        sums=[[(0, 0)]],
         finish=finish,
         results=len(projections) + 1,
         of_rows=1,
@@ -219,34 +317,44 @@ def activation_gradients(
 
 def _launched(
     name: str,
-    cotangents: Sequence[jax.Array],
+    given: Sequence[jax.Array],
     weights: Sequence[jax.Array],
     group_sizes: jax.Array,
     extra: Sequence[jax.Array],
     *,
+    sums: Sums,
+    transposed: bool = True,
     finish: Finish,
     results: int,
     of_rows: int = 0,
+    zeros: bool = True,
     tiles: Tiles,
     launch: Launch,
 ) -> list[jax.Array]:
-    """Runs the kernel. `extra`: operands `[C, B]` or `[C, 1]` of `finish`; `results` are `[C, B]` in the dtype of the
-    cotangents, and `of_rows` more float32 `[N, C / rows, rows / piece, piece]` for `N` tiles of columns."""
-    (rows, depth), (local, width, _), dtype = cotangents[0].shape, weights[0].shape, cotangents[0].dtype
-    sizes = group_sizes.astype(jnp.int32)
-    behind = jnp.maximum(rows - jnp.sum(sizes, dtype=jnp.int32), 0)  # what follows the last expert is a group, too
-    table = visits_of(jnp.append(sizes, behind), rows, tiles.rows)
-    names = [(f"cotangent_{n}", f"weight_{n}") for n in range(len(weights))]
-    across, steps = pl.cdiv(width, tiles.columns), depth // tiles.depth
-    numbers = (tiles.rows // tiles.piece, tiles.piece)
+    """Runs the kernel.
 
-    def of_cotangents(n: Any, v: Any, k: Any, tile: Any, expert: Any, ends: Any) -> Any:
+    Args:
+      given: rows `[C, A]`, multiplied as `sums` says with `weights`, `[L, B, A]` if `transposed`, else `[L, A, B]`.
+      extra: operands `[C, B]` or `[C, 1]` of `finish`.
+      results: their number, `[C, B]` each in the dtype of the rows; zero past the last group with `zeros`.
+      of_rows: number of further results, float32 `[N, C / rows, rows / 16, 16]` for `N` tiles of columns.
+    """
+    (rows, depth), (local, *shape), dtype = given[0].shape, weights[0].shape, given[0].dtype
+    width = shape[0 if transposed else 1]
+    sizes = group_sizes.astype(jnp.int32)
+    if zeros:  # what follows the last expert is a group, too
+        sizes = jnp.append(sizes, jnp.maximum(rows - jnp.sum(sizes, dtype=jnp.int32), 0))
+    table = visits_of(sizes, rows, tiles.rows)
+    across, steps = pl.cdiv(width, tiles.columns), depth // tiles.depth
+    numbers = (tiles.rows // ALIGNMENT, ALIGNMENT)
+
+    def of_given(n: Any, v: Any, k: Any, tile: Any, expert: Any, ends: Any) -> Any:
         del n, expert, ends
         return tile[v], k
 
     def of_weights(n: Any, v: Any, k: Any, tile: Any, expert: Any, ends: Any) -> Any:
         del tile, ends
-        return jnp.minimum(expert[v], local - 1), n, k
+        return jnp.minimum(expert[v], local - 1), *((n, k) if transposed else (k, n))
 
     def of_tiles(n: Any, v: Any, k: Any, tile: Any, expert: Any, ends: Any) -> Any:
         del k, expert, ends
@@ -263,13 +371,18 @@ def _launched(
     block = pl.BlockSpec((tiles.rows, tiles.columns), of_tiles)
     beside = [block if a.shape[1] == width else pl.BlockSpec((tiles.rows, 1), of_factors) for a in extra]
     outs = results + of_rows
-    references = ["tiles", "experts", "ends", *(c for c, _ in names), *(w for _, w in names)]
-    references += [f"extra_{n}" for n in range(len(extra))] + [f"out_{n}" for n in range(outs)]
-    scratch = [pltpu.VMEM((tiles.rows, tiles.columns), jnp.float32)] if steps > 1 else []
+    references = ["tiles", "experts", "ends", *(f"rows_{n}" for n in range(len(given)))]
+    references += [f"weight_{n}" for n in range(len(weights))] + [f"extra_{n}" for n in range(len(extra))]
+    references += [f"out_{n}" for n in range(outs)]
+    scratch = [pltpu.VMEM((tiles.rows, tiles.columns), jnp.float32)] * (len(sums) if steps > 1 else 0)
+    of_step = (tiles.columns, tiles.depth) if transposed else (tiles.depth, tiles.columns)
+    body = functools.partial(
+        _body, tiles=tiles, sums=sums, transposed=transposed, local=local, outs=outs, zeros=zeros, finish=finish
+    )
     return launch.call(
-        functools.partial(_body, tiles=tiles, pairs=names, local=local, outs=outs, finish=finish),
-        functools.partial(types.SimpleNamespace, **({} if scratch else {"total": None})),
-        [*references, *(["total"] if scratch else [])],
+        body,
+        functools.partial(types.SimpleNamespace, **({} if scratch else {"total_0": None})),
+        [*references, *(f"total_{n}" for n in range(len(scratch)))],
         name=name,
         remote=False,
         by_dma=False,
@@ -277,12 +390,12 @@ def _launched(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(across, table[0].shape[0], steps),
-            in_specs=[pl.BlockSpec((tiles.rows, tiles.depth), of_cotangents)] * len(names)
-            + [pl.BlockSpec((1, tiles.columns, tiles.depth), of_weights)] * len(names)
+            in_specs=[pl.BlockSpec((tiles.rows, tiles.depth), of_given)] * len(given)
+            + [pl.BlockSpec((1, *of_step), of_weights)] * len(weights)
             + beside,
             out_specs=[block] * results + [pl.BlockSpec((1, 1, *numbers), of_sums)] * of_rows,
             scratch_shapes=scratch,
         ),
         out_shape=[((rows, width), dtype)] * results
         + [((across, rows // tiles.rows, *numbers), jnp.float32)] * of_rows,
-    )(*table, *cotangents, *weights, *extra)
+    )(*table, *given, *weights, *extra)

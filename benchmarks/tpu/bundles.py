@@ -388,24 +388,58 @@ def scalar_operations(text: str) -> dict[str, int]:
 # -- a program ---------------------------------------------------------------------------------------------------------
 
 
-GROUPED = ("xen_moe_grouped_transposed", "xen_moe_activation_gradients")
-"""Kernels of the gradients of grouped matmuls."""
+BY_WEIGHT = "xen_moe_grouped_by_weight"
+GROUPED = ("xen_moe_grouped_products", "xen_moe_grouped_transposed", "xen_moe_activation_gradients", BY_WEIGHT)
+"""Kernels of grouped matmuls and of their gradients."""
 
 
 class Grid(NamedTuple):
     """A call of a kernel of grouped matmuls.
 
     Attributes:
-      products: multiplications of a piece of rows in a step of the grid. steps: of the grid. across: of the grid, for
-        a visit. piece: rows of a piece. rows: all of them.
+      products: multiplications of a piece of rows in a step of the grid. steps: of the grid. shared: of its first
+        dimension, which cores share. across: of the grid, for a visit. piece, tile: rows of a piece, of a tile.
+      columns: of a tile. rows: all of those that are results, or 0.
+      split: a visit has several steps, and reads its rows and its expert's weights again for the next visit.
+      given, beside: bytes that HBM moves in all steps for a row of the operands that are multiplied, and of others.
+      weights: bytes that it moves in all steps for an expert's weights, or for their gradient.
     """
 
     kernel: str
     products: int
     steps: int
+    shared: int
     across: int
     piece: int
+    tile: int
+    columns: int
     rows: int
+    split: bool
+    given: int
+    beside: int
+    weights: int
+
+
+def grid_of(name: str, keywords: dict[str, Any], spec: Any, results: Any) -> Grid:
+    """The `Grid` of a call with `keywords` of the kernel's body."""
+    tiles, ((rows, *_), dtype) = keywords["tiles"], results[0]
+    if name == BY_WEIGHT:
+        across, tile = math.prod(spec.grid[:2]), tiles.above * tiles.columns
+        sizes = (False, across * (tiles.above + tiles.columns), 0, across * tile)
+        pairs, rows = 1, 0
+    else:
+        across, steps, pairs = spec.grid[0] * spec.grid[2], spec.grid[2], sum(map(len, keywords["sums"]))
+        tile = tiles.columns * tiles.depth
+        count = 1 + max(left for terms in keywords["sums"] for left, _ in terms)
+        blocks = [*spec.in_specs[count + pairs :], *spec.out_specs]
+        beside = spec.grid[0] * sum(block.block_shape[1] for block in blocks if len(block.block_shape) == 2)
+        sizes = (steps > 1, across * count * tiles.depth, beside, across * pairs * tile)
+    split, *moved = sizes
+    products = pairs * tiles.piece * tile
+    return Grid(
+        name, products, math.prod(spec.grid), spec.grid[0], across, tiles.piece, tiles.rows, tiles.columns, rows, split,
+        *(n * dtype.itemsize for n in moved),
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -454,10 +488,8 @@ def recorded_grids(grids: list[Grid]) -> Iterator[None]:
 
     def recorded(self: Any, body: Any, *args: Any, name: str, grid_spec: Any, **kwargs: Any) -> Any:
         if name in GROUPED:
-            tiles, pairs = (body.keywords[key] for key in ("tiles", "pairs"))
-            products = len(pairs) * tiles.piece * tiles.columns * tiles.depth
-            grid, rows = grid_spec.grid, kwargs["out_shape"][0][0][0]
-            grids.append(Grid(name, products, math.prod(grid), grid[0] * grid[2], tiles.piece, rows))
+            out = kwargs["out_shape"]
+            grids.append(grid_of(name, body.keywords, grid_spec, out if isinstance(out, list) else [out]))
         return call(self, body, *args, name=name, grid_spec=grid_spec, **kwargs)
 
     Launch.call = recorded  # type: ignore[method-assign]

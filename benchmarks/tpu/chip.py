@@ -140,7 +140,7 @@ def further_programs(small: bool) -> Iterator[tuple[Any, Any]]:
             case = dataclasses.replace(case, tokens=SMALL_TOKENS[4096 if one.sizes is None else 128])
         given = sizes(small) if one.sizes is None else further.sizes_of(further.decoded(small))
         measured = prepared(case, given, one.slices)
-        if one.make is further.gradients and measured.config.backend != "pallas":
+        if one.make is further.experts and measured.config.backend != "pallas":
             continue  # it calls kernels by themselves, of which the reference backend has none
         yield one, further.Given(measured.problem, measured.config, small)
 

@@ -1,7 +1,7 @@
 """Programs whose kernels no dispatch or combine of `benchmarks.tpu.chip` has: what is timed, and what is counted.
 
 With them, `tools/tpu_check.py` times every kernel of `pallas_kernels/` that runs on TPUs, beside its count for the same
-chip (`KERNELS`): a redispatch, an exchange, halves, two mesh axes, decode layers, and the gradients of grouped matmuls.
+chip (`KERNELS`): a redispatch, an exchange, halves, two mesh axes, decode layers, and grouped matmuls.
 Both the loop that is timed and the single call that is counted are made from one `tuning.programs.Program`.
 """
 
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 import xen_moe_jax as xm
 from benchmarks.tpu import decode, programs
+from benchmarks.tpu.bundles import GROUPED
 from benchmarks.tpu.programs import Case
 from xen_moe_jax.tuning import programs as timed
 from xen_moe_jax.tuning.problem import AXIS
@@ -140,8 +141,8 @@ def decode_layer(given: Given, wire: str | None = None) -> Program:
     return Program(NAME, "decode layer", prepare, lambda operands, *_: operands[0], step)
 
 
-def gradients(given: Given) -> Program:
-    """The gradients of an expert's grouped matmuls by the rows: behind the activation, then by gate's and up's rows."""
+def experts(given: Given) -> Program:
+    """The experts' grouped matmuls: gate and up with the activation, and the gradients by weights and by rows."""
     from xen_moe_jax.experts import on_tpu
     from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 
@@ -153,7 +154,7 @@ def gradients(given: Given) -> Program:
         named = jnp.sum(topk_idx[..., None] == jnp.arange(work.experts), axis=(0, 1), dtype=jnp.int32)
         first = jax.lax.axis_index(AXIS) * work.local_experts
         sizes = jax.lax.dynamic_slice(jax.lax.psum(named, AXIS), (first,), (work.local_experts,))
-        of_rows = {"cotangent": (rows, work.hidden), "gate": (rows, width), "up": (rows, width)}
+        of_rows = {"cotangent": (rows, work.hidden)}
         of_weights = dict.fromkeys(("by gate", "by up"), (work.local_experts, work.hidden, width))
         shapes = of_rows | of_weights | {"by down": (work.local_experts, width, work.hidden)}
         found = {name: drawn(n, shape, x.dtype) for n, (name, shape) in enumerate(shapes.items())}
@@ -161,15 +162,17 @@ def gradients(given: Given) -> Program:
 
     def step(operands: Any, carry: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array) -> jax.Array:
         cotangent = operands["cotangent"] + never(carry).astype(carry.dtype)
-        projections = operands["gate"], operands["up"]
-        by_projections, _, _ = on_tpu.behind_activation(
-            cotangent, operands["by down"], projections, operands["factors"], operands["sizes"],
-            Activation(ACTIVATION), given.config,
-        )  # fmt: skip
-        weights = operands["by gate"], operands["by up"]
-        return on_tpu.by_operands(carry, weights, operands["sizes"], by_projections, given.config)[0]
+        weights, sizes = (operands["by gate"], operands["by up"]), operands["sizes"]
+        activation = Activation(ACTIVATION)
+        _, projections = on_tpu.activated(cotangent, weights, sizes, activation, keep=True, config=given.config)
+        by_projections, weighted, _ = on_tpu.behind_activation(
+            cotangent, operands["by down"], projections, operands["factors"], sizes, activation, given.config
+        )
+        by_down = on_tpu.by_weight(weighted, sizes, cotangent, given.config)
+        by_rows, _ = on_tpu.by_operands(carry, weights, sizes, by_projections, given.config)
+        return by_rows + never(by_down).astype(by_rows.dtype)
 
-    return Program(NAME, "gradients", prepare, lambda operands, *_: jnp.zeros_like(operands["cotangent"]), step)
+    return Program(NAME, "experts", prepare, lambda operands, *_: jnp.zeros_like(operands["cotangent"]), step)
 
 
 def drawn(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> jax.Array:
@@ -204,7 +207,7 @@ FURTHER = (
     Further("dispatch halves", ("xen_moe_pack", "xen_moe_start", "xen_moe_done"), _bfloat16, None, 1, dispatch_halves),
     Further("combine halves", ("xen_moe_reduce_slots_local",), _bfloat16, None, 1, combine_halves),
     Further("dispatch, two axes", ("xen_moe_forward",), _bfloat16, None, SLICES, two_axes),
-    Further("gradients", ("xen_moe_grouped_transposed", "xen_moe_activation_gradients"), _bfloat16, None, 1, gradients),
+    Further("experts", GROUPED, _bfloat16, None, 1, experts),
     Further("decode layer", ("xen_moe_decode_layer",), _few, MODEL, 1, decode_layer),
     Further("decode layer", ("xen_moe_decode_layer", "xen_moe_decode_sums"), _many, MODEL, 1, decode_layer),
     Further("decode layer, fp8 wire", ("xen_moe_decode_experts",), _many, MODEL, 1,
@@ -260,7 +263,7 @@ def _times(one: Further, given: Given, case: Case, program: Any, generation: str
         if not found.get("one_call"):
             row |= {"bytes_us": programs.bytes_us(chip, case, "combine", *moving)}
         return row
-    if one.make is gradients:
+    if one.make is experts:
         cycles = layer.grouped_cycles(program, chip, routing.experts)
         kernels = {name: round(n * us, 3) for name, n in cycles.items()}
         return {"kernels": kernels, "uncounted": {}, "floor_us": sum(kernels.values()) + xla}

@@ -13,12 +13,15 @@ import collections
 import datetime
 import functools
 import importlib.metadata
+import itertools
 import json
 import pathlib
 import shlex
 import sys
 import time
 from typing import Any
+
+import numpy as np
 
 from benchmarks.lib import report
 from benchmarks.tpu import bundles as tpu_bundles
@@ -49,10 +52,11 @@ SIZES = {"hidden": 7168, "experts": 256, "top_k": 8}
 TOKENS, WIDTH = 4096, 2048
 """DeepSeek-V3's layer, with the tokens of a device that the other figures have."""
 MATMULS = ("auto", "ragged_dot", "tokamax")
-"""The first is what our layer takes where tokamax is not installed: `ragged_dot`, and kernels of ours for its
-gradients."""
+"""The first is what our layer takes where tokamax is not installed: kernels of ours."""
 PROGRAMS = ("xen_moe_jax", "jax.lax.ragged_all_to_all")
 """Names of `layer_programs.OWN` and `layer_programs.PEER`."""
+ONE_HOST = tuple(TARGETS)[:2]
+"""Topologies for which the layers are compiled with every matmul; the others with the first that the program has."""
 IDENTITY = ("topology", "program", "matmul")
 
 
@@ -84,26 +88,35 @@ def main(arguments: list[str] | None = None) -> int:
         "versions": report.versions(),
         "sizes": SIZES | {"tokens": TOKENS, "width": WIDTH},
     }
-    for matmul in options.matmuls:
+    for topology, program, matmul in wanted(options.topologies, options.programs, options.matmuls):
+        name = f"{topology} {program} {matmul}"
         if matmul == "tokamax" and not grouped_matmul.installed():
-            leave_out(document, "tokamax", "not installed where this was compiled")
+            if not known(document, topology, program, matmul):
+                leave_out(document, name, "tokamax is not installed where this was compiled")
             continue
-        for topology in options.topologies:
-            for program in options.programs:
-                if (program, matmul) == (PROGRAMS[1], "auto"):
-                    continue  # the peer's experts take the choice by name
-                if known(document, topology, program, matmul) and not options.again:
-                    continue
-                report.progress(f"{topology} {program} {matmul}")
-                try:
-                    put(document, one_row(topology, program, matmul, options.seed, folder))
-                except Exception as error:  # a program that does not compile is a result
-                    leave_out(document, f"{topology} {program} {matmul}", f"{type(error).__name__}: {error}"[:300])
-                document["time"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-                if options.json:
-                    report.write_json(options.json, document)
+        if known(document, topology, program, matmul) and not options.again:
+            continue
+        report.progress(name)
+        try:
+            put(document, one_row(topology, program, matmul, options.seed, folder))
+        except Exception as error:  # a program that does not compile is a result
+            leave_out(document, name, f"{type(error).__name__}: {error}"[:300])
+        document["time"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        if options.json:
+            report.write_json(options.json, document)
     print("\n".join([*table(document), "", *floors(document), "", NOTICE, *left_out(document)]))
     return 0
+
+
+def wanted(topologies: list[str], programs: list[str], matmuls: list[str]) -> list[tuple[str, str, str]]:
+    """Topology, program and matmul of the rows of a run. The peer's experts take a matmul by its name."""
+    found = []
+    for topology, program in itertools.product(topologies, programs):
+        names = [name for name in MATMULS if (program, name) != (PROGRAMS[1], "auto")]
+        found += [
+            (topology, program, name) for name in (names if topology in ONE_HOST else names[:1]) if name in matmuls
+        ]
+    return found
 
 
 def earlier(path: str | None) -> dict[str, Any] | None:
@@ -137,10 +150,7 @@ def leave_out(document: dict[str, Any], name: str, why: str) -> None:
 
 def left_out(document: dict[str, Any]) -> list[str]:
     """Programs that the document does not have, and the reasons."""
-    tried = " ".join(entry["name"] for entry in document["left_out"])
-    not_run = [t for t in TARGETS if t not in tried and not any(r["topology"] == t for r in document["results"])]
-    lines = [f"Not compiled: {entry['name']}: {entry['why']}." for entry in document["left_out"]]
-    return lines + [f"Not compiled yet, a run takes long: {topology}." for topology in not_run]
+    return [f"Not compiled: {entry['name']}: {entry['why']}." for entry in document["left_out"]]
 
 
 # -- a row ------------------------------------------------------------------------------------------------------------
@@ -185,6 +195,7 @@ def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) ->
         "kernels_us": round(sum(counted.values()) * us, 1),
         "by_kernel_us": {name: round(cycles * us, 1) for name, cycles in counted.items()},
         "grouped_us": {name: round(cycles * us, 1) for name, cycles in grouped.items()},
+        "ragged_us": ragged_us(compiled.text, chip, experts),
         **({"hbm_us": hbm_us(chip, devices, seed)} if own else {}),
         "uncounted": uncounted,
         "xla_us": round(tpu_bundles.xla_cycles(compiled.text) * us, 1),
@@ -217,9 +228,10 @@ def kernel_cycles(program: tpu_bundles.Program, devices: int, seed: int) -> tupl
 def grouped_cycles(
     program: tpu_bundles.Program, chip: tpu_topologies.Topology, experts: tuple[int, ...]
 ) -> dict[str, float]:
-    """Cycles of the kernels of the matmuls' gradients by name, instances of one name together. A piece of rows takes
-    its bundles, or the peak time of its products where that is longer. Pieces with more products have more bundles:
-    kernels and the calls that were traced are matched in this order. Calls of the same shapes may be one kernel.
+    """Cycles of our kernels of the matmuls and of their gradients by name, instances of one name together. A piece of
+    rows takes its bundles, or the peak time of its products where that is longer; a kernel takes that, or the time in
+    which HBM moves its bytes. Pieces with more products have more bundles: kernels and the calls that were traced are
+    matched in this order. Calls of the same shapes may be one kernel.
 
     Args:
       experts: rows of each expert of a rank.
@@ -227,7 +239,7 @@ def grouped_cycles(
     Raises:
       ValueError: there are other kernels than calls.
     """
-    found = {}
+    found, rows = {}, sum(experts)
     for name in tpu_bundles.GROUPED:
         calls = collections.Counter(grid for grid in program.grids if grid.kernel == name)
         loops = sorted((loop for kernel, loop in program.every_kernel if kernel == name), key=_of_grid)
@@ -237,14 +249,54 @@ def grouped_cycles(
             raise ValueError(f"{name}: {len(loops)} kernels in the dump, {sum(calls.values())} calls")
         found[name] = 0.0
         for grid, loop in zip(grids, loops, strict=True):
-            zeros, *_, multiplied = _of_grid(loop)[::-1]
+            bundles = _of_grid(loop)
+            longest = bundles.pop(0) if name != tpu_bundles.BY_WEIGHT and 3 * grid.piece <= 2 * grid.tile else 0
+            zeros = bool(grid.rows) and name != tpu_bundles.GROUPED[0]
+            if len(bundles) <= zeros:
+                raise ValueError(f"{name}: a step has other loops than its pieces and zeros")
             step = sum(inner.bundles for inner in loop.inner)
             least = 2 * grid.products * loop.cores / chip.flops_per_s * chip.clock_hz
-            pieces = visits(experts, grid.piece) * max(multiplied, least)
-            pieces += (grid.rows - sum(experts)) // grid.piece * zeros
-            cycles = (grid.steps * step + grid.across * pieces) / loop.cores
+            whole, longer, seen = pieces(experts, grid)
+            work = whole * max(bundles[0], least) + longer * max(longest, 1.5 * least)
+            if zeros:  # past the last group
+                work += (grid.rows - rows) // grid.piece * bundles[-1]
+            moved = (seen * grid.tile if grid.split else rows) * grid.given + rows * grid.beside
+            moved += (seen if grid.split else len(experts)) * grid.weights
+            busiest = -(-grid.shared // loop.cores) / grid.shared  # the part of the core that has the most tiles
+            cycles = (grid.steps * step + grid.across * work) * busiest
+            cycles = max(cycles, moved / chip.hbm_bytes_per_s * chip.clock_hz)
             found[name] += (calls[grid] if alike else 1) * cycles
     return {name: cycles for name, cycles in found.items() if cycles}
+
+
+def ragged_us(text: str, chip: tpu_topologies.Topology, experts: tuple[int, ...]) -> list[float]:
+    """Microseconds of each of XLA's grouped matmuls in a compiled program: the peak time of the products of its tiles,
+    or the time in which HBM moves what its grid reads and writes, where that is longer.
+
+    A tile of rows that several experts share is multiplied for each of them. XLA's grid goes over tiles of columns,
+    then visits of tiles of rows, then the contracted dimension; for a gradient by the weights over tiles of columns, of
+    rows of the weight, then visits. A block that the next step has too is not read again.
+    """
+    from benchmarks.tpu import layer_programs
+
+    rows, local, found = sum(experts), len(experts), []
+    for (deep, wide), by_weight, (m, k, n), itemsize in layer_programs.ragged_dots(text):
+        seen, across, steps = visits(experts, m) * m, -(-wide // n), -(-deep // k)
+        moved = itemsize * (local * deep if by_weight else rows) * wide  # the result
+        if by_weight:
+            moved += 2 * rows * (across * deep + steps * wide)
+        else:
+            moved += 2 * (across * (rows if steps == 1 else seen) * deep)
+            moved += 2 * (local if steps == 1 else seen // m) * deep * wide
+        us = max(2 * seen * deep * wide / chip.flops_per_s, moved / chip.hbm_bytes_per_s) * 1e6
+        found.append(round(us, 1))
+    return found
+
+
+def visits(sizes: tuple[int, ...], rows: int) -> int:
+    """Tiles of so many rows that the rows of each expert lie in."""
+    ends = np.cumsum(sizes)
+    return sum(-(-end // rows) - (end - size) // rows for end, size in zip(ends.tolist(), sizes, strict=True) if size)
 
 
 def hbm_us(chip: tpu_topologies.Topology, devices: int, seed: int) -> dict[str, float]:
@@ -263,13 +315,25 @@ def hbm_us(chip: tpu_topologies.Topology, devices: int, seed: int) -> dict[str, 
     return {name: round(n * us, 1) for name, n in rows.items()}
 
 
-def visits(sizes: tuple[int, ...], rows: int) -> int:
-    """Tiles of so many rows that the rows of each expert lie in."""
-    begin = total = 0
-    for size in sizes:
-        total += -(-(begin + size) // rows) - begin // rows if size else 0
-        begin += size
-    return total
+def pieces(sizes: tuple[int, ...], grid: tpu_bundles.Grid) -> tuple[int, int, int]:
+    """Pieces, longer pieces, and visits, into which the rows of experts of these sizes are cut."""
+    from xen_moe_jax.pallas_kernels import grouped_by_weight, grouped_transposed
+
+    ends = np.cumsum(sizes)
+    found = [
+        (max(end - size - tile * grid.tile, 0), min(end - tile * grid.tile, grid.tile))
+        for end, size in zip(ends.tolist(), sizes, strict=True)
+        for tile in range((end - size) // grid.tile, -(-end // grid.tile))
+        if size
+    ]
+    begin, end = np.array(found, np.int32).T
+    if grid.kernel == tpu_bundles.BY_WEIGHT:
+        tiles = grouped_by_weight.WeightTiles(grid.tile, 128, 128, grid.piece)
+        return int(grouped_by_weight.pieces_of(begin, end, tiles)[1].sum()), 0, len(found)
+    _, whole, longer = grouped_transposed.pieces_of(
+        begin, end, grouped_transposed.Tiles(grid.tile, 128, 128, grid.piece)
+    )
+    return int(whole.sum()), int(longer.sum()), len(found)
 
 
 def _of_grid(kernel: Loop) -> list[int]:
@@ -347,9 +411,9 @@ def table(document: dict[str, Any]) -> list[str]:
 
 
 def floors(document: dict[str, Any]) -> list[str]:
-    """Returns the static floor of each row as a Markdown table."""
+    """Returns the static floor of each row as a Markdown table, and the parts of ours as another one."""
     chips = {topology: tpu_topologies.TOPOLOGIES[generation] for topology, generation in TARGETS.items()}
-    return layer_floor.table(document, chips)
+    return [*layer_floor.table(document, chips), "", *layer_floor.parts(document, chips)]
 
 
 if __name__ == "__main__":

@@ -16,8 +16,13 @@ from benchmarks.tpu.topologies import Topology
 GOAL = 1.15
 SENDING = ("xen_moe_push", "xen_moe_reduce_slots")
 """Kernels that send rows, once forward and once backward each."""
-OF_KERNEL = {"xen_moe_grouped_transposed": 2, "xen_moe_activation_gradients": 1}
-"""Matmuls that a kernel of ours makes: the gradients by the rows."""
+OF_KERNEL = {
+    "xen_moe_grouped_products": 3,
+    "xen_moe_grouped_transposed": 2,
+    "xen_moe_grouped_by_weight": 3,
+    "xen_moe_activation_gradients": 1,
+}
+"""Matmuls that the kernels of ours with this name make."""
 MATMULS = 9
 """Grouped matmuls of gate, up and down: forward, and backward by rows and by weights."""
 
@@ -39,12 +44,8 @@ def floor(row: dict[str, Any], chip: Topology, sizes: dict[str, int], tokens: in
     """
     local = -(-sizes["experts"] // row["devices"])
     matmuls = matmuls_us(chip, tokens * sizes["top_k"], local, sizes["hidden"], width)
-    wire, xla, hbm = row["wire_us"], row["xla_us"], row.get("hbm_us", {})
-    kernels = {name: max(us, hbm.get(name, 0.0)) for name, us in row["by_kernel_us"].items()}
-    grouped = row.get("grouped_us", {})
-    # a kernel of ours takes the place of so many of the nine matmuls, at the peak or in the time of its bundles
-    beyond_peak = sum(max(us - matmuls * OF_KERNEL[name] / MATMULS, 0.0) for name, us in grouped.items())
-    core = matmuls + beyond_peak + xla + sum(kernels.values())
+    wire, xla, kernels = row["wire_us"], row["xla_us"], kernels_us(row)
+    core = matmuls + sum(beyond_peak_us(row, matmuls).values()) + xla + sum(kernels.values())
     # four exchanges of nearly the same bytes; the peer's have no kernel that sends
     beyond = [max(wire / 4 - kernels.get(name, 0.0) / 2, 0.0) for name in SENDING]
     return {
@@ -55,6 +56,57 @@ def floor(row: dict[str, Any], chip: Topology, sizes: dict[str, int], tokens: in
         "hidden_us": round(max(core, wire), 1),
         "goal_us": round(GOAL * max(matmuls, wire), 1),
     }
+
+
+def kernels_us(row: dict[str, Any]) -> dict[str, float]:
+    """Microseconds of the exchanges' kernels, by their bundles or by HBM, the longer of both."""
+    hbm = row.get("hbm_us", {})
+    return {name: max(us, hbm.get(name, 0.0)) for name, us in row["by_kernel_us"].items()}
+
+
+def beyond_peak_us(row: dict[str, Any], matmuls: float) -> dict[str, float]:
+    """Microseconds of the grouped matmuls beyond the peak: of our kernels by name, and of XLA's. They take the place of
+    so many of the nine matmuls, which need `matmuls` together."""
+    beyond = {
+        name: max(us - matmuls * OF_KERNEL[name] / MATMULS, 0.0) for name, us in row.get("grouped_us", {}).items()
+    }
+    return beyond | {"ragged_dot": sum(max(us - matmuls / MATMULS, 0.0) for us in row["ragged_us"])}
+
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "`push`": ("xen_moe_push",),
+    "`place`": ("xen_moe_place",),
+    "`reduce_slots`": ("xen_moe_reduce_slots",),
+    "`reduce_ranks`": ("xen_moe_reduce_ranks",),
+    "tables": ("xen_moe_index_rows", "xen_moe_scatter", "xen_moe_order_pairs"),
+    "products": ("xen_moe_grouped_products",),
+    "by rows": ("xen_moe_grouped_transposed", "xen_moe_activation_gradients"),
+    "by weights": ("xen_moe_grouped_by_weight",),
+}
+"""Parts of our layer beside the peak of its matmuls, and their kernels."""
+
+
+def parts(document: dict[str, Any], chips: dict[str, Topology]) -> list[str]:
+    """Lines of a Markdown table: microseconds of each part of our layer beside its matmuls, and their sum over these.
+
+    Args:
+      chips: by topology.
+    """
+    lines = [
+        "| topology | " + " | ".join(PARTS) + " | XLA | sum, of the matmuls |",
+        "|---|" + "---:|" * (len(PARTS) + 2),
+    ]
+    for row in document["results"]:
+        if row["matmul"] != "auto":
+            continue
+        sizes = document["sizes"]
+        local, rows = -(-sizes["experts"] // row["devices"]), sizes["tokens"] * sizes["top_k"]
+        matmuls = matmuls_us(chips[row["topology"]], rows, local, sizes["hidden"], sizes["width"])
+        us = kernels_us(row) | beyond_peak_us(row, matmuls)
+        found = [*(sum(us.get(name, 0.0) for name in names) for names in PARTS.values()), row["xla_us"]]
+        cells = [row["topology"], *(f"{n:.0f}" for n in found), f"{sum(found) / matmuls:.3f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
 
 
 COLUMNS = ("topology", "matmul", "program", "matmuls", "wire", "kernels", "XLA", "in turn", "forward hidden", "hidden")

@@ -12,7 +12,7 @@ import collections
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from benchmarks.layers import layer_programs
 from benchmarks.layers.layer_programs import Layer, Weights
 from benchmarks.peers.ragged import exclusive
 from benchmarks.tpu import topologies as tpu_topologies
+from xen_moe_jax.experts import grouped_matmul as choices
 from xen_moe_jax.experts.mlp import built_in
 from xen_moe_jax.flax import MoEConfig
 from xen_moe_jax.tuning.problem import AXIS, RANK_SPEC
@@ -158,20 +159,47 @@ def compile_layer(
         return jax.jit(mapped).trace(weights, x, topk_idx).lower(lowering_platforms=("tpu",)).compile()
 
 
-def for_other_devices(grouped_matmul: str) -> Any:
-    """tokamax chooses its kernels by the devices of this process, CPUs, unless it is told to choose for other
-    devices."""
-    if grouped_matmul != "tokamax":
-        return contextlib.nullcontext()
-    from tokamax.config import cross_compile
+@contextlib.contextmanager
+def for_other_devices(grouped_matmul: str) -> Iterator[None]:
+    """Inside this context, tokamax chooses its kernels for other devices than those of this process, CPUs; and "auto"
+    is what it is where tokamax is not installed."""
+    if grouped_matmul == "tokamax":
+        from tokamax.config import cross_compile
 
-    return cross_compile(True)
+        with cross_compile(True):
+            yield
+        return
+    installed = choices.installed
+    choices.installed = lambda: False
+    try:
+        yield
+    finally:
+        choices.installed = installed
 
 
 def matmul_kernels(text: str) -> dict[str, int]:
     """Kernels of a compiled program that are not ours: the grouped matmuls, XLA's own or tokamax's, and how many."""
     found = re.findall(r"%([\w-]+?)(?:\.\d+)*(?:\.\w+)* = [^\n]*tpu_custom_call", text)
     return dict(collections.Counter(name for name in found if not name.startswith("xen_moe")))
+
+
+def ragged_dots(text: str) -> list[tuple[tuple[int, int], bool, tuple[int, ...], int]]:
+    """XLA's grouped matmuls in a compiled program, in the order of its text.
+
+    Returns:
+      Of each: the last two dimensions `[A, B]` of its weights; True if it makes their gradient; its tiles of rows, of
+      `A` and of `B`; and the bytes of an element of its result.
+    """
+    found = []
+    for line in re.findall(r"[^\n]*ragged_dot_tiling=[^\n]*", text):
+        result, shape = re.search(r"= (\w+)\[([\d,]*)\]", line).groups()  # type: ignore[union-attr]
+        given = re.search(r"operand_layout_constraints=\{(.*?)\}, \w+=", line)[1]  # type: ignore[index]
+        *_, left, right = ([int(n) for n in dims.split(",")] for dims in re.findall(r"\[([\d,]*)\]", given))
+        tiles = tuple(int(n) for n in re.search(r'ragged_dot_tiling="([\d,]*)"', line)[1].split(","))  # type: ignore[index]
+        by_weight = len(right) == 2
+        sizes = (left[1], right[1]) if by_weight else (right[1], right[2])
+        found.append((sizes, by_weight, tiles, 4 if result == "f32" else 2))
+    return found
 
 
 def memory(compiled: Any) -> dict[str, int]:

@@ -112,6 +112,7 @@ def test_auto_warns_once_on_a_gpu_without_tokamax(monkeypatch, forget):
         warnings.simplefilter("error")
         assert grouped_matmul.automatic("gpu") == "ragged_dot"
         assert grouped_matmul.automatic("cpu") == grouped_matmul.automatic("tpu") == "ragged_dot"
+        assert "Pallas kernels for bfloat16 and float32" in grouped_matmul.describe("tpu")["choice"]
 
 
 def test_what_leaves_the_hopper_kernels_says_so_once(monkeypatch, forget):

@@ -215,16 +215,23 @@ define_derivative(_run, _forward, _backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run_on_tpu(step: _Step, rows: Any, row_weights: Any, first: Any, last: Any, sizes: Any, handle: Any) -> Any:
     """The value of `_run`."""
-    return step.home(step.outer(step.inner(rows, first, sizes), last, sizes), handle, row_weights)
+    return _value_on_tpu(step, rows, row_weights, first, last, sizes, handle, keep=False)[0]
+
+
+def _value_on_tpu(
+    step: _Step, rows: Any, row_weights: Any, first: Any, last: Any, sizes: Any, handle: Any, *, keep: bool
+) -> tuple[Any, list[Any]]:
+    """Returns the value of `_run`, and with `keep` the projections, else none."""
+    weights, _ = mlp.weights_and_biases(step.function, first)
+    inner, projections = on_tpu.activated(rows, weights, sizes, mlp.in_kernels(step.function), keep=keep)
+    return step.home(step.outer(inner, last, sizes), handle, row_weights), projections
 
 
 def _forward_on_tpu(
     step: _Step, rows: Any, row_weights: Any, first: Any, last: Any, sizes: Any, handle: Any
 ) -> tuple[Any, Any]:
-    weights, _ = mlp.weights_and_biases(step.function, first)
-    projections = on_tpu.products(rows, weights, sizes)
-    inner = mlp.activated(step.function, projections)
-    out = step.home(step.outer(inner, last, sizes), handle, row_weights)
+    rows, row_weights, first, last = jax.tree.map(hopper.first_order, (rows, row_weights, first, last))
+    out, projections = _value_on_tpu(step, rows, row_weights, first, last, sizes, handle, keep=True)
     return out, (projections, rows, row_weights, first, last, sizes, handle)
 
 
@@ -236,7 +243,7 @@ def _backward_on_tpu(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
     by_projections, weighted, by_row_weights = on_tpu.behind_activation(
         by_output, last["down"], projections, row_weights, sizes, mlp.in_kernels(step.function)
     )
-    by_last = {"down": on_tpu.by_weight(weighted, last["down"], sizes, by_output)}
+    by_last = {"down": on_tpu.by_weight(weighted, sizes, by_output, on_tpu.DEFAULT)}
     by_rows, by_weights = on_tpu.by_operands(rows, weights, sizes, by_projections)
     by_first = dict(zip(mlp.projection_names(step.function), by_weights, strict=True))
     return by_rows, by_row_weights, by_first, by_last, None, None

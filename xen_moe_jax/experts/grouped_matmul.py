@@ -2,8 +2,8 @@
 
 A grouped matmul multiplies rows `[C, A]`, sorted by expert, with weights `[L, A, B]`, expert by expert: `group_sizes`
 int32 `[L]` says how many rows each has. `jax.lax.ragged_dot` is always there; XLA runs it at a few percent of a GPU's
-peak. This library has kernels of its own for Hopper GPUs (`hopper.py`). tokamax (the extra "tokamax") has kernels for
-NVIDIA GPUs and TPUs behind the same call. docs/lab/layers.md has the speed of each.
+peak. This library has kernels of its own for Hopper GPUs (`hopper.py`) and for TPUs (`on_tpu.py`). tokamax (the extra
+"tokamax") has kernels for NVIDIA GPUs and TPUs behind the same call. docs/lab/layers.md has the speed of each.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ def by_hopper(grouped_matmul: str | GroupedMatmul, rows: jax.Array, weights: jax
 
 
 def by_pallas(grouped_matmul: str | GroupedMatmul, rows: Any, weights: Any) -> bool:
-    """Returns True if this library's kernel computes the gradient of such rows on a TPU: with "auto", where tokamax is
-    not installed."""
+    """Returns True if this library's kernels multiply such rows on a TPU: with "auto", where tokamax is not
+    installed."""
     return grouped_matmul == "auto" and not installed() and on_tpu.supports(rows, weights)
 
 
@@ -248,6 +248,9 @@ def describe(platform: str) -> dict[str, str]:
         other = "tokamax" if has else "jax.lax.ragged_dot"
         kinds = " and ".join(hopper.DTYPES)
         choice = f"this library's Hopper kernels for {kinds}; else {other}"
+        return {"choice": choice, "remedy": ""}
+    if platform == "tpu" and not has:
+        choice = f"this library's Pallas kernels for {' and '.join(on_tpu.DTYPES)}; else jax.lax.ragged_dot"
         return {"choice": choice, "remedy": ""}
     name = "tokamax" if has and platform in TOKAMAX_PLATFORMS else "ragged_dot"
     slow = platform in ("gpu", "cuda") and not has

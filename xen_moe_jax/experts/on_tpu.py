@@ -1,8 +1,10 @@
-"""Grouped matmuls on TPU: XLA's `ragged_dot`, and Pallas kernels for its gradients by the rows.
+"""Grouped matmuls on TPU: Pallas kernels for the products and for their gradients.
 
-XLA multiplies cotangents with weights that it has transposed by a copy, all experts of the chip in every step, and adds
-the cotangents of the rows by gate and by up in a pass over all rows. Here one kernel reads the weights as they lie and
-adds both up, and another one goes on through the activation (`pallas_kernels/grouped_transposed.py`).
+XLA's `ragged_dot` multiplies 128 rows at a time and reads them again for each 128 columns, which takes HBM longer than
+the matrix units. It multiplies cotangents with weights that XLA has transposed by a copy, all experts of the chip in
+every step, and XLA computes the activation, and adds the cotangents of the rows by gate and by up, in passes over all
+rows. The kernels of `pallas_kernels/grouped_transposed.py` and `grouped_by_weight.py` read weights as they lie, and the
+activation and the sum are in them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ from xen_moe_jax._primitive import declare_composite
 from xen_moe_jax._shapes import ShapeDtype
 from xen_moe_jax.backends.pallas import hardware
 from xen_moe_jax.experts.hopper import first_order
-from xen_moe_jax.pallas_kernels.grouped_transposed import Tiles, activation_gradients, grouped_transposed
+from xen_moe_jax.pallas_kernels.grouped_by_weight import WeightTiles, grouped_by_weight
+from xen_moe_jax.pallas_kernels.grouped_transposed import (
+    Tiles,
+    activation_gradients,
+    grouped_products,
+    grouped_transposed,
+)
 from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.record import LANES
@@ -34,11 +42,16 @@ PIECES = {"v6e": 128, "tpu7x": 128}
 """Rows of a tile that are multiplied at a time, by generation of the chip; other generations have 64. An expert may
 begin inside a piece, which is then multiplied by the weights of both experts: the smaller the piece, the fewer rows are
 multiplied twice. Fewer than this take as long: the matrix unit is loaded with weights in that time."""
-COLUMNS, DEPTHS = (1024, 512, 256, 128), (2048, 1024, 512, 256, 128)
+COLUMNS, DEPTHS = (1792, 1024, 896, 512, 256, 128), (2048, 1024, 512, 256, 128)
 """Columns of a tile, and elements of the contracted dimension that one step multiplies, the preferred ones first. One
 step for the whole contracted dimension is preferred to all of these."""
 STEP = 2**22
 """Most elements of the weights of a step: the program of a step, which has no loop over them, grows with them."""
+WEIGHT_ROWS = (2048, 1024, 512, 256, 128)
+"""Rows of a tile of the gradients by weights, which are cut into pieces as deep as the matrix unit: 128 rows, and 256
+where `PIECES` has the generation."""
+AREA = 2**18
+"""Elements of a tile of a weight, of which a gradient has the more rows in a tile, the fewer bytes HBM would move."""
 DEFAULT = KernelConfig(backend="pallas")
 
 
@@ -56,7 +69,8 @@ def supports(rows: Any, weights: Any) -> bool:
 def products(
     rows: jax.Array, weights: Sequence[jax.Array], group_sizes: jax.Array, config: KernelConfig = DEFAULT
 ) -> tuple[jax.Array, ...]:
-    """Returns `ragged_dot` of the rows with each of several weights of their experts, `[C, B]` each.
+    """Returns the products of the rows with each of several weights of their experts, `[C, B]` each; unspecified past
+    the last group.
 
     Args:
       rows: `[C, A]`, sorted by expert. weights: each `[L, A, B]`. group_sizes: int32 `[L]`.
@@ -65,13 +79,30 @@ def products(
     return _products(config, rows, tuple(varying), group_sizes)
 
 
+def activated(
+    rows: jax.Array,
+    weights: Sequence[jax.Array],
+    group_sizes: jax.Array,
+    activation: Activation,
+    *,
+    keep: bool,
+    config: KernelConfig | None = None,
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Returns the activation of the `products`, `[C, B]`, computed in float32 and rounded once; and the products with
+    `keep`, else none."""
+    config = config or DEFAULT
+    inner, *kept = _products_p.bind(rows, *weights, group_sizes, activation=activation, keep=keep, config=config)
+    return inner, kept
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _products(config: KernelConfig, rows: Any, weights: Any, group_sizes: Any) -> Any:
-    return tuple(jax.lax.ragged_dot(rows, weight, group_sizes) for weight in weights)
+    return tuple(_products_p.bind(rows, *weights, group_sizes, activation=None, keep=True, config=config))
 
 
 def _forward(config: KernelConfig, rows: Any, weights: Any, group_sizes: Any) -> tuple[Any, Any]:
-    return _products(config, rows, weights, group_sizes), (rows, weights, group_sizes)
+    given = jax.tree.map(first_order, (rows, weights))
+    return _products(config, *given, group_sizes), (rows, weights, group_sizes)
 
 
 def _backward(config: KernelConfig, kept: Any, cotangents: Any) -> tuple[Any, Any, None]:
@@ -88,15 +119,15 @@ def by_operands(
     config: KernelConfig | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Returns the gradients of `products` by the rows and by each of the weights."""
-    (by_rows,) = _transposed_p.bind(*cotangents, *weights, group_sizes, config=config or DEFAULT)
-    return by_rows, tuple(
-        by_weight(rows, weight, group_sizes, by) for weight, by in zip(weights, cotangents, strict=True)
-    )
+    config = config or DEFAULT
+    (by_rows,) = _transposed_p.bind(*cotangents, *weights, group_sizes, config=config)
+    return by_rows, tuple(by_weight(rows, group_sizes, by, config) for by in cotangents)
 
 
-def by_weight(rows: jax.Array, weight: jax.Array, group_sizes: jax.Array, cotangent: jax.Array) -> jax.Array:
-    """Returns the gradient of `ragged_dot(rows, weight, group_sizes)` by the weight."""
-    return jax.vjp(lambda weight: jax.lax.ragged_dot(rows, weight, group_sizes), weight)[1](cotangent)[0]
+def by_weight(rows: jax.Array, group_sizes: jax.Array, cotangent: jax.Array, config: KernelConfig) -> jax.Array:
+    """Returns the gradient of `products` by a weight, `[L, A, B]`, for rows `[C, A]` and a cotangent `[C, B]`. Both may
+    be uninitialised memory past the last group."""
+    return _by_weight_p.bind(rows, cotangent, group_sizes, config=config)[0]
 
 
 def behind_activation(
@@ -128,19 +159,28 @@ _products.defvjp(_forward, _backward)
 
 
 def tiles_for(
-    limit: int, rows: int, depth: int, width: int, operands: int, itemsize: int, piece: int, results: int = 1
+    limit: int,
+    rows: int,
+    depth: int,
+    width: int,
+    operands: int,
+    itemsize: int,
+    piece: int,
+    results: int = 1,
+    cores: int = 1,
 ) -> Tiles:
     """Returns the largest tiles that take at most three quarters of `limit` bytes of VMEM, or the smallest ones if none
-    do.
+    do. `cores` share the tiles of columns evenly where that is possible.
 
     Where one step has the whole contracted dimension, an expert's weights are read once for all its rows.
 
     Args:
       rows, width: sizes of the result, which tiles divide where they can. depth: size of the contracted dimension.
-      operands: number of cotangents. itemsize: bytes of an element. piece: `Tiles.piece`. results: number of results.
+      operands: number of weights. itemsize: bytes of an element. piece: `Tiles.piece`. results: number of results.
     """
     of_depth = [depth, *(size for size in DEPTHS if depth % size == 0)]
     of_width = [size for size in COLUMNS if width % size == 0]
+    of_width = [size for size in of_width if width // size % cores == 0] or of_width
     of_rows = [size for size in ROWS if rows % size == 0]
     for tiles in (Tiles(*sizes[::-1], piece) for sizes in itertools.product(of_depth, of_width, of_rows)):
         small = operands * tiles.columns * tiles.depth <= STEP
@@ -149,13 +189,38 @@ def tiles_for(
     return tiles
 
 
-def _chosen(config: KernelConfig, rows: int, weights: Sequence[Any], results: int = 1) -> tuple[Tiles, Launch]:
-    """Tiles and launch of a kernel that multiplies `rows` rows with transposed weights, each `[L, B, A]`."""
-    chip, (_, width, depth), itemsize = hardware.generation(), weights[0].shape, weights[0].dtype.itemsize
+def _chosen(
+    config: KernelConfig, rows: Any, width: int, weights: Sequence[Any], results: int = 1
+) -> tuple[Tiles, Launch]:
+    """Tiles and launch of a kernel that multiplies `rows [C, A]` with weights of `width` columns each."""
+    chip, itemsize = hardware.generation(), weights[0].dtype.itemsize
     limit, piece = config.vmem_limit_bytes or chip.vmem_bytes, PIECES.get(chip.name, 64)
-    tiles = tiles_for(limit, rows, depth, width, len(weights), itemsize, piece, results)
+    tiles = tiles_for(limit, rows.shape[0], rows.shape[1], width, len(weights), itemsize, piece, results, chip.cores)
     need = tiles.vmem_bytes(len(weights), itemsize, results)
     return tiles, Launch(1, min(limit, need + need // 4), interpret=hardware.interpret(config), cores=chip.cores)
+
+
+def _shapes_of_products(
+    rows: Any, *operands: Any, activation: Activation | None, keep: bool, config: KernelConfig
+) -> list[ShapeDtype]:
+    del config
+    *weights, _ = operands
+    results = (activation is not None) + keep * len(weights)
+    return [((rows.shape[0], weights[0].shape[2]), rows.dtype)] * results
+
+
+def _lowered_products(
+    rows: jax.Array, *operands: jax.Array, activation: Activation | None, keep: bool, config: KernelConfig
+) -> tuple[jax.Array, ...]:
+    *weights, group_sizes = operands
+    results = (activation is not None) + keep * len(weights)
+    tiles, launch = _chosen(config, rows, weights[0].shape[2], weights, results)
+    return tuple(
+        grouped_products(rows, weights, group_sizes, activation=activation, keep=keep, tiles=tiles, launch=launch)
+    )
+
+
+_products_p = declare_composite("grouped_products", _shapes_of_products, _lowered_products)
 
 
 def _shapes(*operands: Any, **_: Any) -> list[ShapeDtype]:
@@ -165,11 +230,54 @@ def _shapes(*operands: Any, **_: Any) -> list[ShapeDtype]:
 def _lowered(*operands: jax.Array, config: KernelConfig) -> tuple[jax.Array]:
     *given, group_sizes = operands
     cotangents, weights = given[: len(given) // 2], given[len(given) // 2 :]
-    tiles, launch = _chosen(config, cotangents[0].shape[0], weights)
+    tiles, launch = _chosen(config, cotangents[0], weights[0].shape[1], weights)
     return (grouped_transposed(cotangents, weights, group_sizes, tiles=tiles, launch=launch),)
 
 
 _transposed_p = declare_composite("grouped_transposed", _shapes, _lowered)
+
+
+def _shapes_by_weight(rows: Any, cotangent: Any, group_sizes: Any, **_: Any) -> list[ShapeDtype]:
+    return [((group_sizes.shape[0], rows.shape[1], cotangent.shape[1]), rows.dtype)]
+
+
+def weight_tiles_for(
+    limit: int, rows: int, depth: int, width: int, itemsize: int, piece: int, cores: int = 1
+) -> WeightTiles:
+    """Returns tiles that take at most three quarters of `limit` bytes of VMEM: of the most rows that leave room for a
+    tile of the weight of `AREA` elements, and of these one for which HBM moves the fewest bytes. `cores` share the
+    tiles of `depth` evenly where that is possible."""
+    found = []
+    for size in WEIGHT_ROWS:
+        if rows % size or size % piece:
+            continue
+        for above, columns in itertools.product(_divisors(depth), _divisors(width)):
+            tiles = WeightTiles(size, above, columns, piece)
+            if above * columns <= STEP // 2 and tiles.vmem_bytes(itemsize) <= limit * 3 // 4:
+                found.append(tiles)
+    enough = [tiles for tiles in found if tiles.above * tiles.columns >= AREA] or found
+    enough = [tiles for tiles in enough if depth // tiles.above % cores == 0] or enough
+    return max(enough, key=lambda tiles: (tiles.rows, tiles.above * tiles.columns / (tiles.above + tiles.columns)))
+
+
+def _divisors(size: int) -> list[int]:
+    """Multiples of 128 that divide `size`."""
+    return [n for n in range(LANES, size + 1, LANES) if size % n == 0]
+
+
+def _lowered_by_weight(
+    rows: jax.Array, cotangent: jax.Array, group_sizes: jax.Array, *, config: KernelConfig
+) -> tuple[jax.Array]:
+    chip, itemsize = hardware.generation(), rows.dtype.itemsize
+    limit = config.vmem_limit_bytes or chip.vmem_bytes
+    piece = 256 if chip.name in PIECES and rows.shape[0] % 256 == 0 else LEAST
+    tiles = weight_tiles_for(limit, rows.shape[0], rows.shape[1], cotangent.shape[1], itemsize, piece, chip.cores)
+    need = tiles.vmem_bytes(itemsize)
+    launch = Launch(1, min(limit, need + need // 4), interpret=hardware.interpret(config), cores=chip.cores)
+    return (grouped_by_weight(rows, cotangent, group_sizes, tiles=tiles, launch=launch),)
+
+
+_by_weight_p = declare_composite("grouped_by_weight", _shapes_by_weight, _lowered_by_weight)
 
 
 def _shapes_of_gradients(*operands: Any, **_: Any) -> list[ShapeDtype]:
@@ -180,7 +288,7 @@ def _shapes_of_gradients(*operands: Any, **_: Any) -> list[ShapeDtype]:
 
 def _lowered_gradients(*operands: jax.Array, activation: Activation, config: KernelConfig) -> tuple[jax.Array, ...]:
     cotangent, weight, factors, group_sizes, *projections = operands
-    tiles, launch = _chosen(config, cotangent.shape[0], [weight], 2 * len(projections) + 1)
+    tiles, launch = _chosen(config, cotangent, weight.shape[1], [weight], 2 * len(projections) + 1)
     by_projections, weighted, by_factors = activation_gradients(
         cotangent, weight, projections, factors, group_sizes, activation=activation, tiles=tiles, launch=launch
     )

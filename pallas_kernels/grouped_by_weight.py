@@ -1,0 +1,140 @@
+"""Gradient of a grouped matmul by the weights: `rows[group].T @ cotangents[group]` for each expert.
+
+What moves: tiles of rows `[C, A]` and of cotangents `[C, B]`, of which a visit multiplies the rows of one expert, in
+pieces as deep as the matrix unit. The first piece begins with at most 15 rows of another expert; rows of other experts
+and past the last one, which may be uninitialised memory, are replaced by zeros in both operands. The sums of an expert
+stay in VMEM in float32, and every piece writes them, rounded, to the block of the result that leaves after the expert's
+last visit: so no pass over the sums stands between two experts.
+
+Tiles of a weight are the first two dimensions of the grid; two cores share the first. Tiles of many rows are cut at
+fewer experts, so fewer pieces are filled in part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from xen_moe_jax.pallas_kernels.grouped_transposed import ALIGNMENT, visits_of
+from xen_moe_jax.pallas_kernels.launch import Launch, precision
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightTiles:
+    """Division of the kernel's work.
+
+    Attributes:
+      rows: rows that a visit reads; it divides `C`. above, columns: of a tile of the result; they divide `A` and `B`.
+      piece: rows that are multiplied at a time, a multiple of 16; it divides `rows`.
+    """
+
+    rows: int
+    above: int
+    columns: int
+    piece: int
+
+    def vmem_bytes(self, itemsize: int) -> int:
+        """Returns the bytes of VMEM that the kernel takes: two blocks of each operand and of the result, and sums."""
+        given = 2 * self.rows * (self.above + self.columns) * itemsize
+        return given + self.above * self.columns * (4 + 2 * itemsize)
+
+
+def pieces_of(begin: Any, end: Any, tiles: WeightTiles) -> tuple[Any, Any]:
+    """Returns how the rows `[begin, end)` of a tile are cut into pieces: the first row of the first piece, and their
+    number."""
+    first = lax.div(begin, ALIGNMENT) * ALIGNMENT
+    count = lax.div(end - first + (tiles.piece - 1), tiles.piece)
+    # where the last piece would end behind the tile, all of them begin earlier, with rows of other experts
+    return jnp.minimum(first, tiles.rows - count * tiles.piece), count
+
+
+def _body(refs: Any, *, tiles: WeightTiles, local: int) -> None:
+    visit, expert = pl.program_id(2), refs.experts[pl.program_id(2)]
+    above = refs.tiles[visit] * tiles.rows
+    begin = jnp.maximum(jnp.where(expert > 0, refs.ends[jnp.maximum(expert - 1, 0)], 0) - above, 0)
+    end = jnp.minimum(refs.ends[jnp.minimum(expert, local - 1)] - above, tiles.rows)
+    first, count = pieces_of(begin, end, tiles)
+    starts = (visit == 0) | (refs.experts[jnp.maximum(visit - 1, 0)] != expert)
+    some = (expert < local) & (begin < end)
+
+    @pl.loop(0, jnp.where(some, count, 0))
+    def _(number: Any) -> None:
+        at = pl.multiple_of(first + number * tiles.piece, ALIGNMENT)
+
+        def masked(ref: Any) -> jax.Array:
+            value = ref[pl.ds(at, tiles.piece)]
+            row = lax.broadcasted_iota(jnp.int32, value.shape, 0) + at
+            return jnp.where((row >= begin) & (row < end), value, jnp.zeros_like(value))
+
+        product = lax.dot_general(
+            masked(refs.rows),
+            masked(refs.cotangents),
+            (((0,), (0,)), ((), ())),
+            precision(refs.rows.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        total = product + jnp.where(starts & (number == 0), 0.0, refs.total[...])
+        refs.total[...] = total
+        refs.out[0] = total.astype(refs.out.dtype)
+
+    @pl.loop(0, ((expert < local) & starts & jnp.logical_not(some)).astype(jnp.int32))
+    def _(only: Any) -> None:  # an expert without rows has one visit
+        del only
+        refs.out[...] = jnp.zeros_like(refs.out)
+
+
+def grouped_by_weight(
+    rows: jax.Array, cotangents: jax.Array, group_sizes: jax.Array, *, tiles: WeightTiles, launch: Launch
+) -> jax.Array:
+    """Sums of outer products of the rows of each expert.
+
+    Args:
+      rows: `[C, A]`, sorted by expert. cotangents: `[C, B]` of the same dtype. Both are not read past the last group.
+      group_sizes: int32 `[L]`, rows of each expert.
+
+    Returns:
+      `[L, A, B]` in the dtype of the rows, added up in float32; zero for an expert without rows.
+    """
+    (count, depth), width, local = rows.shape, cotangents.shape[1], group_sizes.shape[0]
+    table = visits_of(group_sizes.astype(jnp.int32), count, tiles.rows, least=1)
+
+    def of_rows(a: Any, b: Any, v: Any, tile: Any, expert: Any, ends: Any) -> Any:
+        del b, expert, ends
+        return tile[v], a
+
+    def of_cotangents(a: Any, b: Any, v: Any, tile: Any, expert: Any, ends: Any) -> Any:
+        del a, expert, ends
+        return tile[v], b
+
+    def of_weights(a: Any, b: Any, v: Any, tile: Any, expert: Any, ends: Any) -> Any:
+        del tile, ends
+        return jnp.minimum(expert[v], local - 1), a, b
+
+    return launch.call(
+        functools.partial(_body, tiles=tiles, local=local),
+        types.SimpleNamespace,
+        ["tiles", "experts", "ends", "rows", "cotangents", "out", "total"],
+        name="xen_moe_grouped_by_weight",
+        remote=False,
+        by_dma=False,
+        shared=True,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(depth // tiles.above, width // tiles.columns, table[0].shape[0]),
+            in_specs=[
+                pl.BlockSpec((tiles.rows, tiles.above), of_rows),
+                pl.BlockSpec((tiles.rows, tiles.columns), of_cotangents),
+            ],
+            out_specs=pl.BlockSpec((1, tiles.above, tiles.columns), of_weights),
+            scratch_shapes=[pltpu.VMEM((tiles.above, tiles.columns), jnp.float32)],
+        ),
+        out_shape=((local, depth, width), rows.dtype),
+    )(*table, rows, cotangents)
