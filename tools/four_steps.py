@@ -199,7 +199,9 @@ def slow_link(context: Any) -> Commands:
 
 
 def profile(context: Any) -> Commands:
-    command = python("xen_moe_jax", "autotune", "--output", str(context.out / "profile.json"), "--seconds", "70")
+    command = python(
+        "xen_moe_jax", "autotune", "--deepseek-v3", "--output", str(context.out / "profile.json"), "--seconds", "70"
+    )
     return [[*command, *(["--tokens", "128", "--dtypes", "bfloat16", "--repeats", "2"] if context.small else [])]]
 
 
