@@ -1,8 +1,10 @@
 """The steps that four GPUs of one host run for `gpu_check.py --steps four`, most important first within a part.
 
 Checks of a part run side by side. Timings compile beside them and measure one after the other when no check runs: both
-hold the file `context.lock`, checks together and a timing alone (benchmarks/lib/turns.py). With --small every step runs
-in seconds, on one GPU too: a rehearsal of the commands, whose figures say nothing.
+hold the file `context.lock`, checks together and a timing alone (benchmarks/lib/turns.py). On four H200 with 64 cores
+the checks of the first part took 270 s, and the timings of the next two 200; `nodes-nccl` takes longer, so that
+everything is two calls of ten minutes. With --small every step runs in seconds, on one GPU too: a rehearsal of the
+commands, whose figures say nothing.
 """
 
 from __future__ import annotations
@@ -212,6 +214,8 @@ def elastic(context: Any) -> Commands:
 
 
 LITTLE_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+UNTUNED = "--xla_gpu_autotune_level=0"
+"""For checks with XLA's own matmuls: XLA would time candidates for each, on GPUs that other checks use."""
 
 
 def check(part: int, name: str, seconds: float, commands: Any, about: str, **changed: str) -> Step:
@@ -226,8 +230,10 @@ STEPS = (
     check(1, "conformance", 260,
           tests("test_conformance.py", "TestFourRanks and not Through", "TestFourRanksThrough or TestThreeRanks",
                 small="TestOneRank and not Throughput and (grouped/uniform or gradients)"), "four ranks"),
-    check(1, "mlp", 260, tests("test_moe_mlp.py", "4", small="1 and (swiglu or placement)"), "values and gradients"),
-    check(1, "layers", 260, tests("test_layers.py", "4", small="1 and dense and swiglu"), "Flax layers"),
+    check(1, "mlp", 260, tests("test_moe_mlp.py", "4", small="1 and (swiglu or placement)"), "values and gradients",
+          XLA_FLAGS=UNTUNED),
+    check(1, "layers", 260, tests("test_layers.py", "4", small="1 and dense and swiglu"), "Flax layers",
+          XLA_FLAGS=UNTUNED),
     check(1, "halves", 260, tests("test_async.py", "FourRanks or 4", small="1 and not OneRank and same_bits"),
           "start and done"),
     check(1, "failure", 260, tests("test_failure.py", ""), "failures of four ranks"),
@@ -245,7 +251,7 @@ STEPS = (
     timing(3, "train", 400, train, "a training step of 1 B parameters"),
     timing(3, "decode", 400, decode_mlp, "moe_mlp of a decode step"),
     timing(3, "flax", 400, whole_layers, "Flax layers beside JAX's ways"),
-    check(4, "nodes-nccl", 320, node_processes, "virtual nodes of processes over NCCL"),
+    check(4, "nodes-nccl", 420, node_processes, "virtual nodes of processes over NCCL"),
     check(4, "nodes", 320, tests("test_nodes.py", *NODES), "virtual nodes"),
     timing(4, "slow-link", 120, slow_link, "a link of 50 GB/s", "alone"),
     timing(4, "profile", 120, profile, "the tuner's profile", "alone"),

@@ -96,20 +96,17 @@ def dense(case: Case, idx: jax.Array, x, weights, matrices, biases):
     """Every expert on every token, in float32."""
     activation = dict(case.options).get("activation", "swiglu")
     share = jnp.zeros((x.shape[0], EXPERTS)).at[jnp.arange(x.shape[0])[:, None], idx].add(weights)
-    out = jnp.zeros_like(x)
-    for expert in range(EXPERTS):
-        gate, up, down = (m[expert] for m in matrices)
-        b = [bias[expert] for bias in biases] if biases else [0, 0, 0]
-        gate, up = x @ gate + b[0], x @ up + b[1]
-        if activation == "clipped_swiglu":
-            gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
-            inner = gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
-        elif activation == "geglu":
-            inner = jax.nn.gelu(gate, approximate=False) * up
-        else:
-            inner = jax.nn.silu(gate) * up
-        out += share[:, expert, None] * (inner @ down + b[2])
-    return out
+    gate, up, down = matrices
+    b = [bias[:, None] for bias in biases] if biases else [0, 0, 0]
+    gate, up = (jnp.einsum("th,ehf->etf", x, m) + bias for m, bias in ((gate, b[0]), (up, b[1])))
+    if activation == "clipped_swiglu":
+        gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+        inner = gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+    elif activation == "geglu":
+        inner = jax.nn.gelu(gate, approximate=False) * up
+    else:
+        inner = jax.nn.silu(gate) * up
+    return jnp.einsum("te,eth->th", share, jnp.einsum("etf,efh->eth", inner, down) + b[2])
 
 
 @pytest.fixture(params=[pytest.param(ranks, marks=getattr(pytest.mark, f"gpu{ranks}")) for ranks in (1, 2, 4)])
