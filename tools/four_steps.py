@@ -2,9 +2,9 @@
 
 Checks of a part run side by side. Timings compile beside them and measure one after the other when no check runs: both
 hold the file `context.lock`, checks together and a timing alone (benchmarks/lib/turns.py). On four H200 with 64 cores
-the checks of the first part took 270 s, and the timings of the next two 200; `nodes-nccl` takes longer, so that
-everything is two calls of ten minutes. With --small every step runs in seconds, on one GPU too: a rehearsal of the
-commands, whose figures say nothing.
+the checks of the first part took 270 s, and 200 s were too few for the timings of the next two; `nodes-nccl` takes
+longer than 220 s. Everything is two calls of ten minutes at least. With --small every step runs in seconds, on one GPU
+too: a rehearsal of the commands, whose figures say nothing.
 """
 
 from __future__ import annotations
