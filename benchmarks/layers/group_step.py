@@ -8,9 +8,10 @@ Each line has a size of the decoder and microseconds a step on rank 0, medians o
 which the loops of a process take turns, each first as often as last: "job" is a job with experts at home, "job, placed"
 has the placement, "job, masked" has `active`, too, as operations in a group must, "group, bare" is the group's program
 without what a loop in a group adds, and "group" has `boundary` and `check` around every step, as the server has; both
-have the thread that looks after the members. A step ends when its tokens are on the host. `cost` is the median over the
-repeats of "group" over "group, bare". In the job the exchange is that of one process per GPU (NVSHMEM); in the group it
-is CUDA IPC memory.
+have the thread that looks after the members. A step ends when its tokens are on the host. "boundary and check" is the
+time of these two calls alone, in the loop, where caches are cold: the median over all steps. `cost` is the median over
+the repeats of "group" over "group, bare", which a busy machine blurs, and `calls` the share of the two calls in the
+latter. In the job the exchange is that of one process per GPU (NVSHMEM); in the group it is CUDA IPC memory.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ def in_a_group(size: str, rank: int, ranks: int, folder: str, host: bool) -> dic
         jax.block_until_ready(cache)
         group.join(start_with=ranks)
         members, number = jax.device_put((group.active(), group.placement)), 0
+        calls: list[float] = []
 
         def bare(cache: Any) -> Any:
             out, cache = run(dense, experts, cache, *tokens, *members)
@@ -120,17 +122,21 @@ def in_a_group(size: str, rank: int, ranks: int, folder: str, host: bool) -> dic
 
         def whole(cache: Any) -> Any:
             nonlocal number
+            began = time.perf_counter()
             if group.boundary(number) is not None:
                 raise RuntimeError("the members have changed")
+            ready = time.perf_counter()
             cache = bare(cache)
+            ended = time.perf_counter()
             xm.check()
+            calls.append((time.perf_counter() - ended + ready - began) * 1e6)
             number += 1
             return cache
 
         steps = {"group": whole, "group, bare": bare}
         found = times_of(steps, {name: serve.empty_cache(serve.ROWS) for name in steps})
         xm.check()
-    return found
+    return {**found, "boundary and check": calls}
 
 
 def in_a_job(size: str, rank: int, ranks: int, port: str, host: bool) -> dict[str, list[float]]:
@@ -257,7 +263,9 @@ def main() -> None:
         us = {name: round(statistics.median(values), 1) for name, values in found.items()}
         least = {name: round(min(values), 1) for name, values in found.items()}
         cost = statistics.median(a / b for a, b in zip(found["group"], found["group, bare"], strict=True))
-        lines.append({"size": size, "device": device, "ranks": given.ranks, "us": us, "least_us": least, "cost": cost})
+        share = us["boundary and check"] / us["group, bare"]
+        line = {"size": size, "device": device, "ranks": given.ranks, "us": us, "least_us": least}
+        lines.append({**line, "cost": cost, "calls": round(share, 4)})
         print(json.dumps(lines[-1]), flush=True)
     if given.json is not None:
         given.json.write_text(json.dumps(lines, indent=1) + "\n")
