@@ -9,6 +9,7 @@ out = xm.combine(experts(routed.x, routed.group_sizes, weights), routed.handle)
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections.abc import Sequence
 from typing import Any
@@ -23,8 +24,14 @@ from xen_moe_jax._placement import home as _home
 
 __all__ = ["Placement", "count", "from_experts", "home", "moves", "plan", "repair"]
 
-TRIALS = 32
+TRIALS = 16
 """Numbers of replicas that `plan` tries."""
+REFINED = 3
+"""Trials, the best ones, whose replicas `plan` swaps between ranks."""
+EXCHANGES = 8
+"""Replicas that `plan` tries to give to another expert."""
+EVEN = 1.001
+"""Load of the busiest rank over the mean of all at which `plan` is content."""
 
 
 def count(topk_idx: jax.Array, num_experts: int, mask: jax.Array | None = None) -> jax.Array:
@@ -92,13 +99,16 @@ def plan(
     ranks_per_node: int | None = None,
     alive: Any = None,
     min_replicas: int = 1,
+    max_replicas: int | None = None,
 ) -> Placement:
     """Places experts so that all ranks get about equally many rows, if batches resemble `counts`. NumPy; not traced.
 
     Greedy, as published (EPLB, DeepSeek-V3: arXiv:2412.19437, section 3.4): the expert with the largest load for each
     replica gets one more; then replicas go, the largest load first, to the node with the least load for each of its
-    ranks, and inside the node to the rank with the least. Some numbers of replicas are tried (`TRIALS`), and the one
-    with the least busy rank is taken: more replicas are not always better. Slots without use stay empty.
+    ranks, and inside the node to the rank with the least. Some numbers of replicas are tried (`TRIALS`), since more
+    are not always better. In the best ones the busiest rank of a node swaps replicas with others; then an expert whose
+    replicas have little load gives one to the expert with the largest load on the busiest rank, as long as that helps.
+    Slots without use stay empty.
 
     Args:
       counts: rows of each expert, numbers `>= 0`, `[E]`, or `[..., E]` to be added up: `count`, without padding.
@@ -106,6 +116,8 @@ def plan(
       ranks_per_node: consecutive ranks that share a fast link; None is all of them. Must divide `num_ranks`.
       alive: bool `[R]`, False for a rank that gets no expert; None is all ranks.
       min_replicas: every expert gets at least as many slots, on different ranks: with 2, no single rank is missed.
+      max_replicas: slots that all ranks together use at most, `>= E * min_replicas`; None is all of them. Redundancy
+        of 12.5% for 256 experts on 64 ranks is 288: four and a half on a rank, with `slots_per_rank=5`.
 
     Returns:
       `Placement` of NumPy arrays, whose shapes depend on `R`, `S` and `E` alone.
@@ -124,24 +136,133 @@ def plan(
     up = np.ones(ranks, bool) if alive is None else np.asarray(alive)
     least = _validate.integer(min_replicas, "min_replicas", caller, minimum=1)
     room = _room(up, ranks, slots, load.size * least, caller)
-    if least > up.sum():
-        raise ValueError(f"{caller}: min_replicas={least}: must be at most the {int(up.sum())} ranks that are alive")
+    if max_replicas is not None:
+        room = min(room, _validate.integer(max_replicas, "max_replicas", caller, minimum=load.size * least))
+    num_up = int(up.sum())
+    if least > num_up:
+        raise ValueError(f"{caller}: min_replicas={least}: must be at most the {num_up} ranks that are alive")
     nodes = [[r for r in range(first, first + per_node) if up[r]] for first in range(0, ranks, per_node)]
-    nodes = [node for node in nodes if node]
-    more = _order_of_replicas(load, least, room - load.size * least, int(up.sum()))
-    best: tuple[float, list[list[int]]] | None = None
-    for extra in sorted({round(len(more) * i / (TRIALS - 1)) for i in range(TRIALS)}):
-        copies = least + np.bincount(more[:extra], minlength=load.size)
-        held = _pack_nodes(load / copies, copies, nodes, ranks, slots)
-        if held is None:
-            continue
-        busiest = max(float(np.sum(load[row] / copies[row])) for row in held)
-        if best is None or busiest < best[0]:
-            best = busiest, held
+    packing = _Packing(load, [node for node in nodes if node], ranks, slots)
+    more = _order_of_replicas(load, least, room - load.size * least, num_up)
+    numbers = sorted({round(len(more) * i / (TRIALS - 1)) for i in range(TRIALS)})
+    trials = [packing.greedy(least + np.bincount(more[:extra], minlength=load.size)) for extra in numbers]
+    ordered = sorted((trial for trial in trials if trial is not None), key=lambda trial: trial.busiest)
+    best = min((packing.swapped(trial) for trial in ordered[:REFINED]), key=lambda trial: trial.busiest, default=None)
     experts = np.full((ranks, slots), -1, np.int32)
-    for rank, row in enumerate(best[1] if best is not None else _in_turn(load.size, least, np.flatnonzero(up), ranks)):
+    held = _in_turn(load.size, least, np.flatnonzero(up), ranks)
+    if best is not None:
+        held = packing.with_other_replicas(best, least, room).held
+    for rank, row in enumerate(held):
         experts[rank, : len(row)] = sorted(row)
     return of_experts(experts, load.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trial:
+    """Replicas `copies [E]`, the experts `held` by each rank, and the load of the busiest rank over the mean."""
+
+    copies: np.ndarray
+    held: list[list[int]]
+    busiest: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Packing:
+    """Ways to give the replicas of experts with `load [E]` to `ranks` ranks of `slots` slots each; `nodes` lists the
+    ranks of each node that are alive."""
+
+    load: np.ndarray
+    nodes: list[list[int]]
+    ranks: int
+    slots: int
+
+    def greedy(self, copies: np.ndarray) -> _Trial | None:
+        """Returns replicas packed greedily, or None if they do not fit."""
+        held = _pack_nodes(self.load / copies, copies, self.nodes, self.ranks, self.slots)
+        return None if held is None else self._trial(copies, held)
+
+    def swapped(self, trial: _Trial) -> _Trial:
+        """Returns the trial after swaps of replicas between the ranks of each node."""
+        if trial.busiest <= EVEN:
+            return trial
+        each, held = self.load / trial.copies, list(trial.held)
+        for node in self.nodes:
+            rows = _swap(each, [held[rank] for rank in node], self.slots)
+            for rank, row in zip(node, rows, strict=True):
+                held[rank] = row
+        return self._trial(trial.copies, held)
+
+    def with_other_replicas(self, trial: _Trial, least: int, most: int) -> _Trial:
+        """Returns the trial after exchanges of replicas between experts, at most `EXCHANGES` of which are tried. Each
+        expert keeps `least` replicas, and all together have at most `most`."""
+        tried = 0
+        while trial.busiest > EVEN and tried < EXCHANGES:
+            each = self.load / trial.copies
+            rank = max(range(self.ranks), key=lambda r: each[trial.held[r]].sum())
+            taker = max(trial.held[rank], key=lambda expert: each[expert])
+            if trial.copies[taker] == sum(map(len, self.nodes)):
+                break
+            then = np.where(trial.copies > least, self.load / np.maximum(trial.copies - 1, 1), np.inf)
+            then[taker] = np.inf
+            givers = [e for e in np.argsort(then, kind="stable").tolist() if then[e] < np.inf]
+            spare = [-1] if trial.copies.sum() < most else []
+            before = trial
+            for giver in [*spare, *givers][: EXCHANGES - tried]:
+                copies = trial.copies.copy()
+                copies[taker] += 1
+                if giver >= 0:
+                    copies[giver] -= 1
+                tried += 1
+                other = self.greedy(copies)
+                other = None if other is None else self.swapped(other)
+                if other is not None and other.busiest < trial.busiest:
+                    trial = other
+                    break
+            if trial is before:
+                break
+        return trial
+
+    def _trial(self, copies: np.ndarray, held: list[list[int]]) -> _Trial:
+        each = self.load / copies
+        mean = self.load.sum() / sum(map(len, self.nodes))
+        return _Trial(copies, held, max(float(each[row].sum()) for row in held) / mean)
+
+
+def _swap(each: np.ndarray, held: list[list[int]], slots: int) -> list[list[int]]:
+    """Returns the experts of each rank after swaps between the busiest rank and another one: of a replica each, or of a
+    replica and an empty slot.
+
+    A swap is the one after which the busier of both has the least load, and the last is the one before a swap that
+    makes it no better. `each [E]` is the load of a replica, and `held` the experts of each rank.
+    """
+    empty = each.size
+    loads = np.append(each, 0.0)
+    table = np.full((len(held), slots), empty, np.int64)
+    for rank, row in enumerate(held):
+        table[rank, : len(row)] = row
+    of_slot = loads[table]
+    by_rank = of_slot.sum(axis=1)
+    enough = by_rank.mean() * EVEN
+    for _ in range(table.size):
+        busy = int(by_rank.argmax())
+        if by_rank[busy] <= enough:
+            break
+        mine = table[busy]
+        less = of_slot[busy][:, None, None] - of_slot  # [own slot, rank, its slot]
+        then = np.maximum(by_rank[busy] - less, by_rank[:, None] + less)
+        same = (table == mine[:, None, None]) & (mine != empty)[:, None, None]
+        then[same.any(axis=2)] = np.inf  # the other rank has this expert
+        then[:, same.any(axis=0)] = np.inf  # the busiest rank has that one
+        best = int(then.argmin())
+        if then.flat[best] >= by_rank[busy] * (1 - 1e-9):
+            break
+        own, rank, slot = np.unravel_index(best, then.shape)
+        moved = less[own, rank, slot]
+        table[busy, own], table[rank, slot] = table[rank, slot], table[busy, own]
+        of_slot[busy, own], of_slot[rank, slot] = of_slot[rank, slot], of_slot[busy, own]
+        by_rank[busy] -= moved
+        by_rank[rank] += moved
+    return [[expert for expert in row if expert != empty] for row in table.tolist()]
 
 
 def _in_turn(experts: int, copies: int, up: np.ndarray, ranks: int) -> list[list[int]]:
