@@ -85,21 +85,26 @@ ffi::Error Move(cudaStream_t stream, int32_t ordinal, ffi::RunId run, MovePlan* 
                });
 }
 
+auto MoveArguments() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Ctx<ffi::RunId>()
+      .Ctx<ffi::State<MovePlan>>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::BufferR2<ffi::S32>>()
+      .Arg<ffi::BufferR1<ffi::PRED>>()
+      .Ret<ffi::AnyBuffer>();
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kMoveInstantiate, MakePlan<MovePlan>, ffi::Ffi::BindInstantiate().Attrs());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kMove, Move,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::RunId>()
-                                  .Ctx<ffi::State<MovePlan>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::BufferR2<ffi::S32>>()
-                                  .Arg<ffi::BufferR1<ffi::PRED>>()
-                                  .Ret<ffi::AnyBuffer>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kMove, Move, MoveArguments(), {ffi::Traits::kCmdBufferCompatible});
+
+// Start and done cannot be part of a CUDA graph: a graph may end between the two.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kMoveStart, Move, MoveArguments());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kExchangeInstantiate, MakePlan<ExchangePlan>, ffi::Ffi::BindInstantiate().Attrs());
 

@@ -155,6 +155,7 @@ NB_MODULE(_cuda, m) {
     d["xen_moe_done"] = done;
     d["xen_moe_exchange"] = Stages(kExchangeInstantiate, kExchange);
     d["xen_moe_move_weights"] = Stages(kMoveInstantiate, kMove);
+    d["xen_moe_move_weights_start"] = Stages(kMoveInstantiate, kMoveStart);
     nb::dict rows;
     rows["execute"] = Target(kQuantizedRows);
     d["xen_moe_quantized_rows"] = rows;

@@ -98,16 +98,19 @@ class Row:
     next_worst: float
     hindsight_mean: float
     replanned_mean: float
+    twice_mean: float
     exact_worst: float
     fetched: int
 
 
 def measure(trace: np.ndarray, ranks: int = 8, slots: int = 9) -> Row:
-    """Plans on the first batch, with 12.5% redundancy for 64 experts on 8 ranks, and measures on the others."""
+    """Plans on the first batch, with 12.5% redundancy for 64 experts on 8 ranks and with every expert on two ranks, and
+    measures on the others."""
     first, *others = trace
     placement = xm.balance.plan(first, ranks, slots)
     planned, later = busiest(first, placement), [busiest(counts, placement) for counts in others]
     hindsight = xm.balance.plan(np.stack(others), ranks, slots)  # no plan of one batch can know more
+    twice = xm.balance.plan(first, ranks, 2 * -(-len(first) // ranks), min_replicas=2)
     again = []
     for step, counts in enumerate(others):
         if step % PLANNED_EVERY == 0:
@@ -116,8 +119,8 @@ def measure(trace: np.ndarray, ranks: int = 8, slots: int = 9) -> Row:
     exactly = [exact(counts, ranks, _exact.slots_at_home(len(first), ranks)) for counts in others]
     home = busiest(first, xm.balance.home(len(first), ranks))
     ratios, fetched = zip(*exactly, strict=True)
-    known = float(np.mean([busiest(counts, hindsight) for counts in others]))
-    means = float(np.mean(later)), float(np.max(later)), known, float(np.mean(again))
+    known, two = (float(np.mean([busiest(counts, p) for counts in others])) for p in (hindsight, twice))
+    means = float(np.mean(later)), float(np.max(later)), known, float(np.mean(again)), two
     return Row(home, planned, *means, max(ratios), max(fetched))
 
 
@@ -149,8 +152,8 @@ def table() -> str:
     """Markdown."""
     lines = [
         "| 64 experts on 8 ranks | at home | planned | its next 100: mean | worst "
-        "| in hindsight | every 20: mean | exact | lent |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| in hindsight | every 20: mean | two of each: mean | exact | lent |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, trace in traces().items():
         row = measure(trace)

@@ -98,8 +98,10 @@ def up_to_each(values: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where((each <= at) & (at < num), values, 0), axis=1)
 
 
-def row_tiles(group_sizes: jax.Array, capacity: int, tile_m: int, fitted: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Cuts the groups' rows into tiles.
+def row_tiles(
+    group_sizes: jax.Array, capacity: int, tile_m: int, fitted: bool = False, first_row: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Cuts the groups' rows into tiles. The first group begins at `first_row`, int32 `[]`; None is 0.
 
     Args:
       group_sizes: int32 `[L]`.
@@ -115,7 +117,7 @@ def row_tiles(group_sizes: jax.Array, capacity: int, tile_m: int, fitted: bool =
     """
     num_groups = group_sizes.shape[0]
     sizes = jnp.maximum(group_sizes.astype(jnp.int32), 0)
-    ends = up_to_each(sizes)[:num_groups]
+    ends = up_to_each(sizes)[:num_groups] + (0 if first_row is None else first_row)
     starts = ends - sizes
     aligned = starts // ROW_ALIGNMENT * ROW_ALIGNMENT
     unit = HEIGHT_UNIT if fitted else tile_m
