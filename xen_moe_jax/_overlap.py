@@ -30,7 +30,8 @@ def in_overlap() -> bool:
 
 
 @contextlib.contextmanager
-def _overlap_work(within: bool = True) -> Iterator[None]:
+def overlap_work(within: bool = True) -> Iterator[None]:
+    """Traces what is within as the work of an `overlap`, or as other work."""
     token = _IN_OVERLAP.set(within)
     try:
         yield
@@ -60,7 +61,7 @@ def define_derivative(function: Any, forward: Callable[..., Any], backward: Call
 
     def back(*given: Any) -> Any:
         *static, (kept, traced), cotangent = given
-        with _overlap_work(traced.in_overlap):
+        with overlap_work(traced.in_overlap):
             return backward(*static, kept, cotangent)
 
     function.defvjp(keep, back)
@@ -253,7 +254,7 @@ def overlap[T](flights: T, work: Callable[..., Any], *args: Any) -> tuple[T, Any
         use_flight(nodes[i], "overlap")
     states = [nodes[i].state for i in split]
     states, args = _order(states, args)
-    with _overlap_work():
+    with overlap_work():
         out = work(*args)
     states, out = _order(states, out)
     for i, state in zip(split, states, strict=True):

@@ -189,6 +189,10 @@ def home(num_experts: int, num_ranks: int) -> Placement:
 # -- between ranks -----------------------------------------------------------------------------------------------------
 
 
+NOWHERE = -3
+"""Entry of `source` for a slot whose contents are unspecified (`KEEP` in backends/cuda)."""
+
+
 def sources(old: Placement, new: Placement) -> Any:
     """int32 `[R, S_new]`: the slot of `old` from which each slot of `new` gets its expert; -1 for an empty slot, -2 for
     an expert that `old` has nowhere.
@@ -270,15 +274,15 @@ def between_ranks(
     active: Any,
     axis_name: tuple[str, ...],
     config: KernelConfig | None,
-    *,
+    *pending: Any,
     old_slots: int,
     new_slots: int,
 ) -> jax.Array:
-    """Returns the result of `move_p` or `reduce_p` for one array of a rank. `source` and `active` are operands of
-    `move_p`; the ranks are numbered over the mesh axes `axis_name`."""
+    """Returns the result of `move_p`, of its halves or of `reduce_p` for one array of a rank. `source`, `active` and
+    `pending` are operands of the primitive; the ranks are numbered over the mesh axes `axis_name`."""
     sizes = tuple(_mesh.axis_size(name) for name in axis_name)
     params = {"axis_name": axis_name, "axis_sizes": sizes, "config": config or DEFAULT_CONFIG}
-    operands = _mesh.vary_over([array, source, active], axis_name)
+    operands = _mesh.vary_over([array, source, active, *pending], axis_name)
     return primitive.bind(*operands, **params, old_slots=old_slots, new_slots=new_slots)[0]
 
 
@@ -407,7 +411,12 @@ def _rows(rows: str, array: Any, *_: Any, **params: Any) -> Any:
 
 
 # Operands: the weights of a rank's slots; `source int32 [R, S_new]` (`sources`), the same on every rank; and `active`.
+# A done takes the operands of its start, and the pending result.
 move_p = declare("move_weights", functools.partial(_rows, "new_slots"), otherwise=_move)
+move_start_p = declare("move_weights_start", functools.partial(_rows, "new_slots"), otherwise=_move)
+move_done_p = declare(
+    "move_weights_done", functools.partial(_rows, "new_slots"), otherwise=lambda *operands, **_: operands[-1]
+)
 reduce_p = declare("reduce_gradients", functools.partial(_rows, "old_slots"), otherwise=_reduce)
 transposed_by(move_p, reduce_p)
 transposed_by(reduce_p, move_p)

@@ -21,6 +21,7 @@ def rows_by_rows(
     others: jax.Array,
     group_sizes: jax.Array,
     index: jax.Array | None = None,
+    first_row: jax.Array | None = None,
     *,
     gathered: str = "rows",
     tiles: Tiles,
@@ -38,6 +39,7 @@ def rows_by_rows(
       group_sizes: int32 `[L]`.
       index: int32 `[C]`, or None. The operand that `gathered` names may then have any number of rows: its row
         `index[c]` is multiplied in place of row `c`, and zeros where it has no such row.
+      first_row: int32 `[]`, the first row of the first group; None is 0.
       gathered: "rows" or "others".
       height: how many of the `A` rows of each result are stored; None for all.
       num_sms: multiprocessors that the kernel may take; None for all of the GPU.
@@ -61,6 +63,8 @@ def rows_by_rows(
     m_tiles, n_tiles = pl.cdiv(height, tiles.cluster_m), pl.cdiv(width, tiles.cluster_n)
     sizes = jnp.maximum(group_sizes.astype(jnp.int32), 0)
     ends = up_to_each(sizes)
+    if first_row is not None:  # the last entry counts claims
+        ends = ends + jnp.where(jnp.arange(num_groups + 1) < num_groups, first_row, 0)
     starts = ends[:num_groups] - sizes
 
     def body(rows: Any, others: Any, starts: Any, ends: Any, *rest: Any, **s: Any) -> None:

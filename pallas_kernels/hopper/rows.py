@@ -25,6 +25,20 @@ Store = Callable[[Any, int, int], Callable[[Any], None]]
 """`(output, m, n)`: how a buffer with the piece at row `m`, column `n` of a warpgroup's part gets into that output."""
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Into:
+    """Arrays of which a kernel overwrites the rows of its groups; XLA copies them where they are used otherwise.
+
+    Attributes:
+      arrays: one for each result, with its shape and dtype.
+      first_row: int32 `[]`, the first row of the first group.
+    """
+
+    arrays: Sequence[jax.Array]
+    first_row: jax.Array
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """A warpgroup's part of a tile, once its sums are complete.
@@ -104,6 +118,7 @@ def rows_by_weights(
     bias: jax.Array | None = None,
     row_weights: jax.Array | None = None,
     index: jax.Array | None = None,
+    into: Into | None = None,
     *,
     transposed: bool,
     tiles: Tiles,
@@ -114,7 +129,8 @@ def rows_by_weights(
     `also`, rows and weights of the same shapes, is multiplied and added up in the same accumulators. `bias [L, B]` of
     the group is added, times float32 `row_weights [C]` if given. Rows past the last group come out unspecified.
 
-    With `index`, int32 `[C]`, row `c` is `rows[index[c]]`, and zeros where that is outside the rows.
+    With `index`, int32 `[C]`, row `c` is `rows[index[c]]`, and zeros where that is outside the rows. With `into`, the
+    result is its array with the groups' rows in it.
     """
     columns = weights.shape[1 if transposed else 2]
     extra = [] if bias is None else [_bias_of_tiles(bias)]
@@ -132,7 +148,9 @@ def rows_by_weights(
 
     pairs = [(rows, (weights,))] + ([] if also is None else [(also[0], (also[1],))])
     name = "xen_moe_grouped_rows"
-    return _product(pairs, group_sizes, tuple(extra), epilogue, (columns,), transposed, tiles, num_sms, name, index)[0]
+    return _product(
+        pairs, group_sizes, tuple(extra), epilogue, (columns,), transposed, tiles, num_sms, name, index, into
+    )[0]
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "projections", "tiles", "num_sms"))
@@ -143,6 +161,7 @@ def activated_rows(
     biases: tuple[jax.Array, ...] | None = None,
     row_weights: jax.Array | None = None,
     index: jax.Array | None = None,
+    into: Into | None = None,
     *,
     activation: Activation,
     projections: bool,
@@ -158,6 +177,7 @@ def activated_rows(
       biases: `[L, F]` of each of the weights, added to the projections.
       row_weights: float32 `[C]`, factors of the result's rows.
       index: int32 `[C]`, as in `rows_by_weights`; `rows` are any number then.
+      into: arrays for the results, as in `rows_by_weights`.
       projections: True if the projections are results too, with their biases and without `row_weights`.
 
     Returns:
@@ -184,7 +204,7 @@ def activated_rows(
     columns = (weights[0].shape[2],) * (1 + beside if projections else 1)
     name = f"xen_moe_grouped_{activation.name}"
     given = (*extra, *of_biases)
-    return _product([(rows, weights)], group_sizes, given, epilogue, columns, False, tiles, num_sms, name, index)
+    return _product([(rows, weights)], group_sizes, given, epilogue, columns, False, tiles, num_sms, name, index, into)
 
 
 def _product(
@@ -198,12 +218,13 @@ def _product(
     num_sms: int | None,
     name: str,
     index_of_rows: jax.Array | None = None,
+    into: Into | None = None,
 ) -> tuple[jax.Array, ...]:
     """The kernel: multiplies the rows of each of `pairs` by its weights, whose columns stand side by side in a tile,
     and adds all products up. With `index_of_rows` there is one pair, whose rows are gathered.
 
-    `columns` are those of the outputs. Where the columns or the contracted dimension end within a tile, TMA loads zeros
-    past the end and stores nothing there.
+    `columns` are those of the outputs: new arrays, or those of `into`. Where the columns or the contracted dimension end
+    within a tile, TMA loads zeros past the end and stores nothing there.
     """
     (capacity, depth), dtype = pairs[0][0].shape, pairs[0][0].dtype
     if index_of_rows is not None:
@@ -228,7 +249,8 @@ def _product(
     n_tiles, k_steps = pl.cdiv(columns[0], tile_width), pl.cdiv(depth, tiles.k)
     if tiles.fitted and (tiles.m, tiles.split, tiles.cluster) != (HEIGHTS[-1], "n", None):
         raise ValueError(f"{tiles}: fitted tiles have m={HEIGHTS[-1]}, split='n' and no cluster")
-    tables = row_tiles(group_sizes, capacity, tiles.cluster_m, tiles.fitted)
+    first_row = None if into is None else into.first_row
+    tables = row_tiles(group_sizes, capacity, tiles.cluster_m, tiles.fitted, first_row)
     operands = [a for rows, weights in pairs for a in (rows, *weights)]
     operands += [] if index_of_rows is None else [gather.padded(index_of_rows)]
     biased = any(array.ndim == 2 for array in extra)
@@ -376,4 +398,8 @@ def _product(
     out_type = [jax.ShapeDtypeStruct((capacity, count), dtype) for count in columns]
     gathered = index_of_rows is not None
     scratch = ring.scratch(tiles, (tiles.m, tiles.k), right, dtype, loads=1 + beside, gathered=gathered)
-    return tuple(ring.kernel(body, tiles, num_sms, out_type, scratch, name)(*operands, *tables, *extra))
+    if into is None:
+        return tuple(ring.kernel(body, tiles, num_sms, out_type, scratch, name)(*operands, *tables, *extra))
+    outputs = [jax.new_ref(array) for array in into.arrays]
+    ring.kernel(body, tiles, num_sms, (), scratch, name)(*operands, *tables, *extra, *outputs)
+    return tuple(jax.freeze(output) for output in outputs)

@@ -109,6 +109,7 @@ class Backend:
         Otherwise a node of the backend is an axis of the mesh.
       supports_async: `supports_async(spec, config)` returns True if start and done of an operation can be two programs.
         The functions `*_start` and `*_done` then run them.
+      move_weights_start, move_weights_done: as `move_weights`, in two programs. None: the start is all of it.
       dispatch_pending, combine_pending: return the shapes and dtypes of the arrays that a start returns and its done
         takes. None: they are the buffers of the results themselves.
       received_by_xla: `received_by_xla(spec)` returns the places of pending arrays that a collective of XLA receives.
@@ -148,6 +149,8 @@ class Backend:
     dispatch_done: Operation | None = None
     combine_start: Operation | None = None
     combine_done: Operation | None = None
+    move_weights_start: Operation | None = None
+    move_weights_done: Operation | None = None
     dispatch_pending: Callable[..., list[ShapeDtype]] | None = None
     combine_pending: Callable[..., list[ShapeDtype]] | None = None
     received_by_xla: Callable[[Spec], tuple[int, ...]] = lambda spec: ()

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from xen_moe_jax._jax_internals import varying_axes
 from xen_moe_jax._mesh import vary, vary_alike
-from xen_moe_jax._overlap import in_overlap
+from xen_moe_jax._overlap import in_overlap, overlap_work
 from xen_moe_jax.experts.lent import Lent, by_slots, contracted
 from xen_moe_jax.pallas_kernels.hopper import gather
 from xen_moe_jax.pallas_kernels.hopper.activations import Activation
@@ -137,7 +137,8 @@ def plan(depth: int, columns: int, rows: int | None = None, groups: int = 1) -> 
 
 def _plan_for(rows: jax.Array, weights: jax.Array) -> Plan:
     groups, depth, columns = weights.shape
-    return plan(depth, columns, rows.shape[0], groups)
+    with overlap_work(in_overlap() or isinstance(weights, Lent)):  # lent weights travel beside the kernels
+        return plan(depth, columns, rows.shape[0], groups)
 
 
 def why_not(rows: jax.ShapeDtypeStruct | jax.Array, weights: jax.ShapeDtypeStruct | jax.Array) -> str | None:
@@ -342,9 +343,9 @@ def _refuse(primals: Any, tangents: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply(chosen: Plan, rows: Any, weights: Any, bias: Any, row_weights: Any, group_sizes: Any) -> Any:
-    def kernel(by_row: Any, weights: Any, bias: Any, sizes: Any) -> list[Any]:
+    def kernel(by_row: Any, weights: Any, bias: Any, sizes: Any, into: Any = None) -> list[Any]:
         rows, *factors = by_row
-        more = {"bias": bias, "row_weights": factors[0] if factors else None}
+        more = {"bias": bias, "row_weights": factors[0] if factors else None, "into": into}
         return [rows_by_weights(rows, weights[0], sizes, **more, transposed=False, tiles=chosen.forward)]
 
     by_row = [rows] if row_weights is None else [rows, row_weights]
@@ -371,10 +372,10 @@ def _backward(chosen: Plan, kept: Any, cotangent: Any) -> tuple[Any, ...]:
 def _by_rows(chosen: Plan, cotangents: list[Any], weights: Sequence[Any], group_sizes: Any) -> Any:
     """Returns the gradient of rows, `[C, A]`, from one or two `cotangents [C, B]` of their products by weights."""
 
-    def kernel(by_row: Any, weights: Any, _: Any, sizes: Any) -> list[Any]:
+    def kernel(by_row: Any, weights: Any, _: Any, sizes: Any, into: Any = None) -> list[Any]:
         first, *more = zip(by_row, weights, strict=True)
         also = more[0] if more else None
-        return [rows_by_weights(*first, sizes, also, transposed=True, tiles=chosen.rows)]
+        return [rows_by_weights(*first, sizes, also, into=into, transposed=True, tiles=chosen.rows)]
 
     return vary(by_slots(kernel, cotangents, weights, None, group_sizes)[0], varying_axes(cotangents[0]))
 
@@ -382,8 +383,9 @@ def _by_rows(chosen: Plan, cotangents: list[Any], weights: Sequence[Any], group_
 def _by_weights(chosen: Plan, rows: Any, cotangent: Any, weights: Any, group_sizes: Any) -> Any:
     """Returns the gradient of the weights of `rows [C, A]`, from the `cotangent [C, B]` of their products."""
 
-    def kernel(by_row: Any, sizes: Any) -> Any:
-        return vary(rows_by_rows(*by_row, sizes, tiles=chosen.weights), varying_axes(by_row[0]))
+    def kernel(by_row: Any, sizes: Any, first_row: Any = None) -> Any:
+        products = rows_by_rows(*by_row, sizes, first_row=first_row, tiles=chosen.weights)
+        return vary(products, varying_axes(by_row[0]))
 
     return contracted(kernel, [rows, cotangent], weights, group_sizes)
 
@@ -423,10 +425,10 @@ def _activated_and(
     None."""
     tiles = chosen.gated if activation.gated else chosen.forward
 
-    def kernel(by_row: Any, weights: Any, biases: Any, sizes: Any) -> Any:
+    def kernel(by_row: Any, weights: Any, biases: Any, sizes: Any, into: Any = None) -> Any:
         rows, *more = by_row
         operands = rows, tuple(weights), sizes, biases, *more
-        return activated_rows(*operands, activation=activation, projections=projections, tiles=tiles)
+        return activated_rows(*operands, into=into, activation=activation, projections=projections, tiles=tiles)
 
     by_row = [rows] if factors is None else [rows, factors]
     return [vary(result, varying_axes(rows)) for result in by_slots(kernel, by_row, weights, biases, sizes)]

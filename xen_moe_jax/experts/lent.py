@@ -1,16 +1,18 @@
 """Weights that an exact balance lends, one or a few experts at a time: a rank keeps its own and copies none.
 
 Slots of a rank are `L` of its own experts, then those that it borrows (`_exact.places`). A product by the weights of
-all slots (`by_slots`) runs a kernel over the rows of the own experts. Then, round by round, every rank fetches the next
-experts that it borrows from their homes, and writes the results of their rows to the same array, in windows of rows.
-Gradients of the weights (`contracted`) are made in the same rounds, and each goes home and is added there in ascending
-order of ranks. Thus memory for a few borrowed matrices suffices, whatever the routing lends. The number of rounds is
-that of the rank that borrows most: all ranks know it, and take part in the exchanges of every round.
+all slots (`by_slots`) runs a kernel over the rows of the own experts. Then, round by round, it runs the kernel over the
+rows of the next experts that it borrows, which writes its results to the same array. The experts of a round are fetched
+from their homes while the kernel in front of it runs. Gradients of the weights (`contracted`) are made in the same
+rounds. Each goes home while the kernel of the next round runs, and is added there in ascending order of ranks. Thus
+memory for a few borrowed matrices suffices, whatever the routing lends. The number of rounds is that of the rank that
+borrows most: all ranks know it, and take part in the exchanges of every round.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,16 +24,14 @@ from xen_moe_jax import _layout, _mesh, _ranks
 from xen_moe_jax._active import EVERY_RANK
 from xen_moe_jax._config import DEFAULT_CONFIG, KernelConfig
 from xen_moe_jax._jax_internals import varying_axes
-from xen_moe_jax._placement import between_ranks, move_p
+from xen_moe_jax._placement import NOWHERE, between_ranks, move_done_p, move_start_p
+from xen_moe_jax._primitive import declare_composite
 from xen_moe_jax._types import Handle, pytree
+from xen_moe_jax.pallas_kernels.hopper.rows import Into
 
 AT_ONCE = 1
 """Experts that a rank borrows in one round. Four make a layer 5 % faster, and a forward pass takes 1.31 times the
 memory of uniform routing instead of 1.10 (docs/lab/layers.md)."""
-WINDOWS = 8
-"""Windows of rows in the buffer of a rank. Rows of a window are copied in front of its kernel."""
-ROWS = 8
-"""The kernels take multiples of this many rows."""
 
 
 @pytree(static=("axis_name", "at_once", "config"))
@@ -78,21 +78,32 @@ class Lent:
 
     def of_round(self, array: Any, turn: Any, axis: int = 0) -> Any:
         """Returns the `W` entries of round `turn` from an array that has `N` entries, one for each borrowed expert,
-        along `axis`. Behind the last entry they are -1 for `borrowed`, and 0 for other arrays."""
-        extra = [(0, -array.shape[a] % self.at_once if a == axis else 0) for a in range(array.ndim)]
+        along `axis`. Behind the last entry, and in the round after the last, they are -1 for `borrowed`, and 0 for
+        other arrays."""
+        extra = [(0, -n % self.at_once + self.at_once if a == axis else 0) for a, n in enumerate(array.shape)]
         padded = jnp.pad(array, extra, constant_values=-1 if array is self.borrowed else 0)
         return lax.dynamic_slice_in_dim(padded, turn * self.at_once, self.at_once, axis)
 
-    def fetch(self, turn: Any) -> jax.Array:
-        """Returns `[W, A, B]`, the weights of the experts that this rank borrows in round `turn`; zeros where there is
-        none. All ranks call it in the same round."""
+    def rows_of_round(self, sizes: Any, turn: Any) -> tuple[Any, Any]:
+        """Returns the first row of round `turn`, int32 `[]`, and the rows of its experts, int32 `[W]`, where slots have
+        `sizes`, int32."""
+        local = self.shape[0]
+        before = jnp.arange(len(sizes), dtype=jnp.int32) < local + turn * self.at_once
+        return jnp.sum(jnp.where(before, sizes, 0), dtype=jnp.int32), self.of_round(sizes[local:], turn)
+
+    def fetch(self, turn: Any) -> _Moving:
+        """Starts to fetch `[W, A, B]`, the weights of the experts that this rank borrows in round `turn`; unspecified
+        where there is none. All ranks call it in the same round."""
         wanted = self.of_round(self.borrowed, turn, axis=1)  # the home of expert e is row e of all ranks
         return self._move(self.own, wanted, self.shape[0])
 
-    def send_home(self, own: jax.Array, gradients: jax.Array, turn: Any) -> jax.Array:
-        """Sends `gradients [W, A, B]` of the experts that this rank borrows in round `turn` to their homes. Returns
-        `own [L, A, B]` with those that came here added in ascending order of ranks, each sum in float32 and rounded to
-        the dtype of `own`. A home gets `W` gradients at a time."""
+    def send_home(self, own: jax.Array, gradients: jax.Array, turn: Any, meanwhile: Any) -> tuple[jax.Array, Any]:
+        """Sends `gradients [W, A, B]` of the experts that this rank borrows in round `turn` to their homes.
+
+        Returns `own [L, A, B]` with those that came here added in ascending order of ranks, each sum in float32 and
+        rounded to the dtype of `own`; and the result of `meanwhile`, which runs while the first ones travel. A home
+        gets `W` gradients at a time.
+        """
         ranks, local, width = self.borrowed.shape[0], self.shape[0], self.at_once
         expert = self.of_round(self.borrowed, turn, axis=1).reshape(-1)
         home = jnp.where(expert >= 0, expert // local, -1)
@@ -101,12 +112,13 @@ class Lent:
         me = _ranks.index(self.axis_name)
         slots = jnp.arange(ranks * width, dtype=jnp.int32)
 
-        def some(number: Any, own: Any) -> Any:
+        def givers(number: Any) -> Any:
             place = order - number * width
             to = jnp.where((place >= 0) & (place < width), home * width + place, ranks * width)
-            givers = jnp.full(ranks * width, -1, jnp.int32).at[to].set(slots, mode="drop").reshape(ranks, width)
-            came = self._move(gradients, givers, width)
-            mine = lax.dynamic_index_in_dim(givers, me, 0, keepdims=False)
+            return jnp.full(ranks * width, -1, jnp.int32).at[to].set(slots, mode="drop").reshape(ranks, width)
+
+        def add(number: Any, came: Any, own: Any) -> Any:
+            mine = lax.dynamic_index_in_dim(givers(number), me, 0, keepdims=False)
             for at in range(width):
                 row = jnp.where(mine[at] >= 0, expert[jnp.maximum(mine[at], 0)] % local, 0)
                 before = lax.dynamic_index_in_dim(own, row, 0, keepdims=False)
@@ -114,15 +126,48 @@ class Lent:
                 own = lax.dynamic_update_index_in_dim(own, jnp.where(mine[at] >= 0, after, before), row, 0)
             return own
 
-        return lax.fori_loop(0, (jnp.max(order) + width) // width, some, own)
+        def more(number: Any, own: Any) -> Any:
+            return add(number, self._move(gradients, givers(number), width).done(), own)
 
-    def _move(self, rows: Any, source: Any, slots: int) -> jax.Array:
-        """Returns `[W, ...]`: this rank's rows by `source int32 [R, W]`, numbered `rank * slots + row`, -1 for zeros,
-        from the `rows [slots, ...]` of all ranks."""
-        active, width = EVERY_RANK if self.active is None else self.active, source.shape[1]
-        return between_ranks(
-            move_p, rows, source, active, self.axis_name, self.config, old_slots=slots, new_slots=width
-        )
+        (moving,), result = beside([self._move(gradients, givers(0), width)], *meanwhile)
+        own = add(0, moving.done(), own)
+        return lax.fori_loop(1, (jnp.max(order) + width) // width, more, own), result
+
+    def _move(self, rows: Any, source: Any, slots: int) -> _Moving:
+        """Starts to move `[W, ...]`: this rank's rows by `source int32 [R, W]`, numbered `rank * slots + row`, -1 for
+        none, from the `rows [slots, ...]` of all ranks."""
+        active = EVERY_RANK if self.active is None else self.active
+        moving = _Moving(self, rows, jnp.where(source >= 0, source, NOWHERE), active, slots)
+        return dataclasses.replace(moving, pending=moving.run(move_start_p))
+
+
+@pytree(static=("old_slots",))
+class _Moving:
+    """Rows that are on their way: operands of the start, and its pending result."""
+
+    lent: Lent
+    rows: Any
+    source: Any
+    active: Any
+    old_slots: int
+    pending: Any = None
+
+    def run(self, primitive: Any, *pending: Any) -> Any:
+        lent, new_slots = self.lent, self.source.shape[1]
+        operands = self.rows, self.source, self.active, lent.axis_name, lent.config, *pending
+        return between_ranks(primitive, *operands, old_slots=self.old_slots, new_slots=new_slots)
+
+    def done(self) -> jax.Array:
+        """Waits for the rows and returns them."""
+        return self.run(move_done_p, self.pending)
+
+
+def beside(moving: list[_Moving], work: Callable[..., Any], operands: Any) -> tuple[list[_Moving], Any]:
+    """Runs `work(operands)` after the rows of `moving` have started and before they are waited for. XLA would otherwise
+    go by data alone. Returns `moving`, whose `done` waits for the work, and the work's result."""
+    pending, operands = lax.optimization_barrier(([m.pending for m in moving], operands))
+    pending, result = lax.optimization_barrier((pending, work(operands)))
+    return [dataclasses.replace(m, pending=p) for m, p in zip(moving, pending, strict=True)], result
 
 
 def weights_of(
@@ -148,7 +193,7 @@ def by_slots(
     """Returns `kernel(by_row, weights, by_slot, sizes)`, arrays `[C, ...]` whose row `c` depends on rows `c` alone.
 
     Args:
-      kernel: takes rows in groups.
+      kernel: takes rows in groups. With `into=Into(arrays, first_row)` it overwrites the groups' rows in these arrays.
       by_row: arrays `[C, ...]`.
       weights: arrays `[L, ...]`, one for each group, or `Lent` ones.
       by_slot: pytree of arrays with an entry for every slot.
@@ -156,82 +201,72 @@ def by_slots(
     """
     if not isinstance(weights[0], Lent):
         return list(kernel(by_row, weights, by_slot, sizes))
-    local = weights[0].shape[0]
-    own = kernel(by_row, [w.own for w in weights], jax.tree.map(lambda a: a[:local], by_slot), sizes[:local])
+    first, local = weights[0], weights[0].shape[0]
 
-    def borrowed(turn: Any, outs: Any) -> Any:
-        fetched = [w.fetch(turn) for w in weights]
-        entries = jax.tree.map(lambda a: weights[0].of_round(a[local:], turn), by_slot)
+    def of_own(by_row: Any) -> Any:
+        return kernel(by_row, [w.own for w in weights], jax.tree.map(lambda a: a[:local], by_slot), sizes[:local])
 
-        def window(mine: Any, start: Any, sizes: Any, outs: Any) -> Any:
-            news = kernel([_window(a, start, mine) for a in by_row], fetched, entries, sizes)
-            return tuple(_put(out, new, start, mine) for out, new in zip(outs, news, strict=True))
+    if by_row[0].shape[0] == 0:
+        return list(of_own(by_row))
 
-        return _in_windows(window, by_row[0].shape[0], weights[0], sizes, turn, outs)
+    def borrowed(turn: Any, carry: Any) -> Any:
+        fetched, outs = carry
+        entries = jax.tree.map(lambda a: first.of_round(a[local:], turn), by_slot)
+        first_row, of_slots = first.rows_of_round(sizes, turn)
+
+        def of_round(given: Any) -> Any:
+            fetched, outs = given
+            operands, tree = jax.tree.flatten((by_row, fetched, entries, of_slots, first_row, outs))
+            return tuple(into_p.bind(*_mesh.vary_alike(*operands), kernel=kernel, tree=tree, config=DEFAULT_CONFIG))
+
+        moving, outs = beside([w.fetch(turn + 1) for w in weights], of_round, (fetched, outs))
+        return [m.done() for m in moving], _varying(outs, axes)
 
     axes = varying_axes(by_row[0])
-    return list(lax.fori_loop(0, weights[0].rounds(), borrowed, tuple(_mesh.vary(out, axes) for out in own)))
+    weights, by_row = lax.optimization_barrier(
+        (list(weights), list(by_row))
+    )  # nothing travels before the rows are there
+    moving, own = beside([w.fetch(0) for w in weights], of_own, by_row)
+    carry = [m.done() for m in moving], _varying(own, axes)
+    return list(lax.fori_loop(0, first.rounds(), borrowed, carry)[1])
+
+
+def _into(*operands: Any, kernel: Any, tree: Any, **_: Any) -> tuple[Any, ...]:
+    *given, first_row, outs = jax.tree.unflatten(tree, operands)
+    return tuple(kernel(*given, into=Into(outs, first_row)))
+
+
+def _shapes_into(*operands: Any, tree: Any, **_: Any) -> list[Any]:
+    return [(out.shape, out.dtype) for out in jax.tree.unflatten(tree, operands)[-1]]
+
+
+into_p = declare_composite("rows_into", _shapes_into, _into)
+"""A kernel that writes to arrays. As far as JAX knows, a kernel can write to none that varies over mesh axes, so that it
+is lowered apart."""
 
 
 def contracted(kernel: Callable[..., Any], by_row: Sequence[Any], weights: Any, sizes: Any) -> Any:
     """Returns the gradient of `weights` where it is `kernel(by_row, sizes)`, sums over the rows of each group; that of
-    `Lent` weights as they are."""
+    `Lent` weights as they are. `kernel(by_row, sizes, first_row)` sums up groups of which the first begins there."""
     if not isinstance(weights, Lent):
         return kernel(by_row, sizes)
-    local, count = weights.shape[0], by_row[0].shape[0]
-    axes = varying_axes(by_row[0])
+    local, axes = weights.shape[0], varying_axes(by_row[0])
 
-    def borrowed(turn: Any, own: Any) -> Any:
-        def window(mine: Any, start: Any, sizes: Any, total: Any) -> Any:
-            return total + kernel([_window(a, start, mine) for a in by_row], sizes).astype(jnp.float32)
+    def of_round(turn: Any, by_row: Any) -> Any:
+        first_row, of_slots = weights.rows_of_round(sizes, turn)
+        return _mesh.vary(kernel(by_row, of_slots, first_row), axes)
 
-        start = _mesh.vary(jnp.zeros((weights.at_once, *own.shape[1:]), jnp.float32), axes)
-        total = _in_windows(window, count, weights, sizes, turn, start)
-        return weights.send_home(own, total.astype(own.dtype), turn)
+    def borrowed(turn: Any, carry: Any) -> Any:
+        own, gradients = carry
+        next_round = functools.partial(of_round, turn + 1), by_row
+        return weights.send_home(own, gradients, turn, next_round)
 
     own = _mesh.vary(kernel(by_row, sizes[:local]), axes)
-    return weights.gradient(lax.fori_loop(0, weights.rounds(), borrowed, own))
+    if by_row[0].shape[0] == 0:
+        return weights.gradient(own)
+    carry = own, of_round(0, by_row)
+    return weights.gradient(lax.fori_loop(0, weights.rounds(), borrowed, carry)[0])
 
 
-def _in_windows(step: Callable[..., Any], count: int, weights: Lent, sizes: Any, turn: Any, carry: Any) -> Any:
-    """Calls `step(mine, start, sizes, carry) -> carry` for each window of the rows of a round, of `count` rows.
-
-    A window begins at row `start`; `mine` says which of its rows belong to it and to no window before, and `sizes`,
-    int32 `[W]`, how many rows each of the round's experts has there. Rows in front of the first that is `mine` count
-    for one of them.
-    """
-    if count == 0:
-        return carry
-    height = min(-(-count // WINDOWS // ROWS) * ROWS, count)
-    local = weights.shape[0]
-    of_slots = weights.of_round(sizes[local:], turn)
-    ends = jnp.sum(sizes[:local]) + jnp.cumsum(of_slots, dtype=jnp.int32)
-    ends = ends + jnp.sum(jnp.where(jnp.arange(len(sizes) - local) < turn * weights.at_once, sizes[local:], 0))
-    begin, end = ends[0] - of_slots[0], ends[-1]
-
-    def one(number: Any, carry: Any) -> Any:
-        first = begin + number * height
-        last = jnp.minimum(first + height, end)
-        start = jnp.minimum(first, count - height)
-        row = start + jnp.arange(height, dtype=jnp.int32)
-        within = jnp.diff(jnp.clip(ends, start, last) - start, prepend=0)
-        return step((row >= first) & (row < last), start, within, carry)
-
-    return lax.fori_loop(0, -(-(end - begin) // height), one, carry)
-
-
-def _window(array: Any, start: Any, mine: Any) -> Any:
-    """Returns the rows of a window from row `start` on, with zeros for rows that are not `mine`."""
-    rows = lax.dynamic_slice_in_dim(array, start, mine.shape[0])
-    return jnp.where(_over_columns(mine, rows), rows, 0)
-
-
-def _put(array: Any, rows: Any, start: Any, mine: Any) -> Any:
-    """Returns `array` with those `rows` that are `mine` in the place of its own, from row `start` on."""
-    before = lax.dynamic_slice_in_dim(array, start, mine.shape[0])
-    return lax.dynamic_update_slice_in_dim(array, jnp.where(_over_columns(mine, rows), rows, before), start, 0)
-
-
-def _over_columns(mine: Any, rows: Any) -> Any:
-    """Returns `mine [N]` with as many dimensions as `rows [N, ...]` have."""
-    return mine.reshape(-1, *[1] * (rows.ndim - 1))
+def _varying(arrays: Sequence[Any], axes: Any) -> tuple[Any, ...]:
+    return tuple(_mesh.vary(array, axes) for array in arrays)

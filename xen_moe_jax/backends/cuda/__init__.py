@@ -9,11 +9,13 @@ from typing import Any
 from xen_moe_jax.backends.base import Backend
 from xen_moe_jax.backends.cuda import collectives, combine, dispatch, gather, gather_matmul, memory, module, start_done
 
+MOVES = ("move_weights", "move_weights_start", "move_weights_done", "reduce_gradients")
+
 
 def _runs(operation: str, avals: Any, static: Any) -> bool:
     if operation == "combine_at_home":
         return combine.combines_at_home(static, avals[0])
-    return operation not in ("move_weights", "reduce_gradients") or collectives.moves(static, avals[0])
+    return operation not in MOVES or collectives.moves(static, avals[0])
 
 
 BACKEND = Backend(
@@ -39,6 +41,8 @@ BACKEND = Backend(
     dispatch_done=start_done.dispatch_done,
     combine_start=start_done.combine_start,
     combine_done=start_done.combine_done,
+    move_weights_start=start_done.move_weights_start,
+    move_weights_done=start_done.combine_done,
     open_buffer=memory.open_buffer,
     buffer_size_hint=memory.buffer_size_hint,
     ranks_per_node=memory.ranks_per_node,

@@ -151,17 +151,21 @@ def moves(move: Move, weights: Any) -> bool:
     )
 
 
-def move_weights(move: Move, weights: jax.Array, source: jax.Array, active: jax.Array) -> jax.Array:
+def move_weights(
+    move: Move, weights: jax.Array, source: jax.Array, active: jax.Array, start: bool = False
+) -> jax.Array:
     """Returns weights `[S_new, ...]`, of the dtype of `weights [S_old, ...]`, in the slots of another placement.
 
     `source int32 [R, S_new]`, the same on all ranks, gives the slot from which each slot gets its weights, as
-    `_placement.sources` does. A slot with `KEEP` is not written: its contents are undefined.
+    `_placement.sources` does. A slot with `KEEP` is not written: its contents are undefined. With `start` the result is
+    pending: the done half (`start_done.py`) makes it usable.
     """
     mesh = _mesh.lowering_mesh()
     ranks, slots = source.shape
+    config = schedules.for_async(move.config) if start else move.config
     unit_bytes = int(np.prod(weights.shape[1:], dtype=np.int64)) * weights.dtype.itemsize
     attrs = attributes(
-        move.config,
+        config,
         devices.num_sms(mesh),
         ranks,
         unit_bytes * slots,
@@ -171,10 +175,10 @@ def move_weights(move: Move, weights: jax.Array, source: jax.Array, active: jax.
         output_units=slots,
         ragged=0,
     )
-    lanes = max(1, min(schedules.blocks(move.config, devices.num_sms(mesh), MOVE_SMS) // ranks, -(-unit_bytes // 4096)))
+    lanes = max(1, min(schedules.blocks(config, devices.num_sms(mesh), MOVE_SMS) // ranks, -(-unit_bytes // 4096)))
     chunk = min(MOVE_CHUNK_BYTES, -(-unit_bytes // 256) * 256)
     attrs |= {"lanes": lanes, "chunk_bytes": max(256, chunk), "ring_chunks": MOVE_RING_CHUNKS}
-    attrs["masked"] = int(_active.given(active))
+    attrs |= {"masked": int(_active.given(active)), "flight": int(start)}
     attrs["lost"] = attrs["poison"] if jnp.issubdtype(weights.dtype, jnp.floating) else 0
     results = [jax.ShapeDtypeStruct((slots, *weights.shape[1:]), weights.dtype)]
     keys = devices.groups(mesh, move.axis_name)

@@ -15,8 +15,9 @@ from jax import lax
 
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._spec import Spec
-from xen_moe_jax.backends.base import BackendUnavailable, Call
+from xen_moe_jax.backends.base import BackendUnavailable, Call, Move
 from xen_moe_jax.backends.cuda import module
+from xen_moe_jax.backends.cuda.collectives import move_weights
 from xen_moe_jax.backends.cuda.combine import combine
 from xen_moe_jax.backends.cuda.dispatch import dispatch
 
@@ -45,7 +46,11 @@ def combine_start(call: Call, *operands: jax.Array) -> jax.Array:
     return combine(call, *_apart(*operands), start=True)
 
 
-def combine_done(_: Call, *operands: jax.Array) -> jax.Array:
+def move_weights_start(move: Move, *operands: jax.Array) -> jax.Array:
+    return move_weights(move, *_apart(*operands), start=True)
+
+
+def combine_done(_: Call | Move, *operands: jax.Array) -> jax.Array:
     *alive, out = operands
     return _wait([out], alive)[0]
 
