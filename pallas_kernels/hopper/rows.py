@@ -223,8 +223,8 @@ def _product(
     """The kernel: multiplies the rows of each of `pairs` by its weights, whose columns stand side by side in a tile,
     and adds all products up. With `index_of_rows` there is one pair, whose rows are gathered.
 
-    `columns` are those of the outputs: new arrays, or those of `into`. Where the columns or the contracted dimension end
-    within a tile, TMA loads zeros past the end and stores nothing there.
+    `columns` are those of the outputs: new arrays, or those of `into`. Where the columns or the contracted dimension
+    end within a tile, TMA loads zeros past the end and stores nothing there.
     """
     (capacity, depth), dtype = pairs[0][0].shape, pairs[0][0].dtype
     if index_of_rows is not None:
