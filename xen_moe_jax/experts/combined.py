@@ -32,6 +32,7 @@ from xen_moe_jax._quantized_weight import QuantizedWeight
 from xen_moe_jax._types import Handle, Routed
 from xen_moe_jax.experts import grouped_matmul, hopper, hopper_float8, mlp, on_tpu
 from xen_moe_jax.experts.function import ExpertFunction
+from xen_moe_jax.experts.lent import one_at_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,6 +182,7 @@ def _run(step: _Step, rows: Any, row_weights: Any, first: Any, last: Any, sizes:
       last: weight and bias of `down` by name.
       sizes: int32 `[L]`, rows of each group.
     """
+    first, last = one_at_once(first), one_at_once(last)
     return step.home(step.outer(step.inner(rows, first, sizes), last, sizes), handle, row_weights)
 
 

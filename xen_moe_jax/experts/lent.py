@@ -30,7 +30,9 @@ from xen_moe_jax._types import Handle, pytree
 from xen_moe_jax.pallas_kernels.hopper.rows import Into
 
 AT_ONCE = 2
-"""Experts that a rank borrows in one round."""
+"""Experts that a rank borrows in one round where gradients are computed; one without them (`one_at_once`). Two are 8 %
+faster. A forward pass would take 1.20 times the memory of uniform routing instead of 1.10; with gradients the memory is
+the same (docs/lab/layers.md)."""
 
 
 @pytree(static=("axis_name", "at_once", "config"))
@@ -186,6 +188,11 @@ def weights_of(
         return Lent(weight, borrowed, active, spec.axis_name, AT_ONCE, config or DEFAULT_CONFIG)
 
     return {name: of_slots(weight) for name, weight in weights.items()}
+
+
+def one_at_once(weights: dict[str, Any]) -> dict[str, Any]:
+    """Returns the weights, of which lent ones are lent one expert at a time."""
+    return {name: dataclasses.replace(w, at_once=1) if isinstance(w, Lent) else w for name, w in weights.items()}
 
 
 def by_slots(
