@@ -1,6 +1,7 @@
 """Flax layers with a placement: values, gradients, weights that stay in their slots, one program for all plans."""
 
 import dataclasses
+import re
 
 import jax
 import numpy as np
@@ -117,6 +118,18 @@ def test_weights_are_lent_on_hopper(config, at_once, experts, monkeypatch):
     np.testing.assert_allclose(lent_y, y, rtol=1e-5, atol=1e-5)
     assert_same_gradients(lent_gradients, {name: g for name, g in gradients.items() if np.abs(g).max() > 1e-3})
     assert metrics.num_dropped == 0
+
+
+def test_lent_weights_travel_beside_kernels():
+    """The kernel of a round stands between barriers, behind the starts of the next round's fetches and in front of
+    their ends."""
+    moe, x = layer(dataclasses.replace(CONFIG, num_experts=12, balance="exact")), tokens(16)
+    graph, state = nnx.split(moe)
+    with plain_hopper.in_the_kernels_place(), jax.set_mesh(mesh()):
+        program = str(jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x)[0])(state, x))
+    short = {"move_weights_start": "s", "optimization_barrier": "|", "rows_into": "k", "move_weights_done": "d"}
+    order = "".join(short[name] for name in re.findall("|".join(short), program))
+    assert order.count("k") == 2 and "ss|k|dd" in order and re.search(r"(?<!s)s\|k\|d(?!d)", order), order
 
 
 def test_an_exact_balance_among_the_active_ranks():

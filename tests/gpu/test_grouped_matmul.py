@@ -12,7 +12,7 @@ import pytest
 from xen_moe_jax.experts import hopper
 from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
-from xen_moe_jax.pallas_kernels.hopper.rows import activated_rows, rows_by_weights
+from xen_moe_jax.pallas_kernels.hopper.rows import Into, activated_rows, rows_by_weights
 from xen_moe_jax.pallas_kernels.hopper.tiles import Tiles
 
 pytestmark = pytest.mark.skipif(
@@ -325,3 +325,40 @@ def test_what_it_does_not_support_is_an_error():
     rows, weights, sizes, _ = operands((77, 13))
     with pytest.raises(ValueError, match="grouped_matmul='hopper'.*use 'auto'"):
         hopper.grouped_matmul(rows.astype(jnp.float32), weights.astype(jnp.float32), sizes)
+
+
+@pytest.mark.parametrize("first", [0, 2, 4])
+def test_some_groups_alone_have_the_bits_of_all(first, tiles):
+    """Groups from a row on, whose results go into arrays with other rows: as a round of lent weights."""
+    sizes = (300, 0, 77, 513, 5)
+    rows, weights, all_sizes, cotangent = operands(sizes, extra=81)
+    up, plan, some = weights[:, ::-1], hopper.plan(256, 512), slice(first, first + 2)
+    start, count = sum(sizes[:first]), all_sizes[some]
+    end, first_row = start + sum(sizes[some]), jnp.int32(start)
+
+    def into(*like):
+        return Into([jnp.full((len(rows), columns), 7, rows.dtype) for columns in like], first_row)
+
+    gated = {"activation": Activation(), "projections": True, "tiles": plan.gated}
+    pairs = [
+        (
+            rows_by_weights(rows, weights, all_sizes, transposed=False, tiles=plan.forward),
+            rows_by_weights(rows, weights[some], count, into=into(512), transposed=False, tiles=plan.forward),
+        ),
+        (
+            rows_by_weights(cotangent, weights, all_sizes, transposed=True, tiles=plan.rows),
+            rows_by_weights(cotangent, weights[some], count, into=into(256), transposed=True, tiles=plan.rows),
+        ),
+        *zip(
+            activated_rows(rows, (weights, up), all_sizes, **gated),
+            activated_rows(rows, (weights[some], up[some]), count, into=into(512, 512, 512), **gated),
+            strict=True,
+        ),
+    ]
+    for whole, part in pairs:
+        whole, part = (np.asarray(a, np.float32) for a in (whole, part))
+        np.testing.assert_array_equal(part[start:end], whole[start:end])
+        assert (part[:start] == 7).all() and (part[end:] == 7).all()
+    by_weights = rows_by_rows(rows, cotangent, all_sizes, tiles=plan.weights)
+    of_some = rows_by_rows(rows, cotangent, count, first_row=first_row, tiles=plan.weights)
+    np.testing.assert_array_equal(np.asarray(of_some, np.float32), np.asarray(by_weights[some], np.float32))
