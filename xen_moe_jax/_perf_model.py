@@ -45,6 +45,11 @@ class Links:
         measured.
       flops: floating-point operations a second of the experts' matmuls; the default is a grouped matmul of bfloat16 on
         an H100 (`torch._grouped_mm`, 532 to 741 TFLOP/s by shape).
+      exact: seconds that `balance="exact"` takes beside all bytes: to assign slots, and for exchanges of nothing.
+      lent: rate at which weights that are lent (`slots_per_rank=None`) add to the time, kernels in front of them
+        included.
+      lent_rows: part of its matmuls' time that a row of a lent expert takes more. These three are fitted to forward
+        passes on 2 x H200 (docs/lab/layers.md).
       hop, hop_small: seconds that crossing between nodes adds, for (dispatch, combine): until the first chunk is on the
         slow link, and once the last has come. The values for large batches are from a simulated link on 2 x H100
         (`slow_link_h100x2.json`), less the time of the simulation itself; small batches are not measured, and no
@@ -60,6 +65,9 @@ class Links:
     hop: tuple[float, float] = (25e-6, 70e-6)
     hop_small: tuple[float, float] = (10e-6, 10e-6)
     flops: float = 600e12
+    exact: float = 152e-6
+    lent: float = 175e9
+    lent_rows: float = 0.53
 
 
 H200 = Links()
@@ -74,10 +82,9 @@ class Prediction:
       row_bytes: bytes of one row on the wire, scales included.
       bytes_fast, bytes_slow: bytes that the busiest rank sends over each link.
       bytes_local: rows that the busiest rank places, or adds up, once for each slot, as they lie in memory; "balance":
-        weights that it copies to a slot of its own, or, where none are copied (`slots_per_rank` is None), the borrowed
-        experts' rows, in front of their matmuls and behind them.
+        weights that it copies to a slot of its own; 0 where none are copied (`slots_per_rank` is None).
       seconds: predicted time of the operation.
-      bound: "fast", "slow", "memory" or "fixed": the largest term.
+      bound: "fast", "slow", "memory", "fixed" or, of lent weights, "matmul": the largest term.
       seconds_saved: "balance": what the experts of the busiest rank take less; 0 for other operations.
     """
 
@@ -162,7 +169,10 @@ def perf_model(
                 f"{caller}: operation='balance' with topk_idx=None: the cost follows from the routing; pass it"
             )
         counts = _counts(np.asarray(topk_idx), tokens, experts, top_k, ranks)
-        return _fetched_weights(counts, tokens * top_k, held, per_node, hidden, inner, dtype, links)
+        once = sum(_expected_rows(tokens, experts, top_k, ranks, per_node, ranks // per_node))
+        by_home = (tokens * top_k * (1 - 1 / ranks) - once) * hidden * jnp.dtype(dtype).itemsize
+        fixed = links.fixed[0] + links.exact + max(by_home, 0.0) / links.fast
+        return _fetched_weights(counts, tokens * top_k, held, per_node, hidden, inner, dtype, links, fixed)
     if placement is not None:
         _validate.placement(placement, experts, ranks, caller)
         if topk_idx is None:
@@ -208,8 +218,10 @@ def _fetched_weights(
     inner: int,
     dtype: Any,
     links: Links,
+    fixed: float,
 ) -> Prediction:
-    """Cost and gain of `balance="exact"` for `counts [R, E]`: with weights in `held` slots, or lent if None."""
+    """Cost and gain of `balance="exact"` for `counts [R, E]`: with weights in `held` slots, or lent if None. `fixed`:
+    seconds that it takes where nothing is fetched."""
     ranks, experts = counts.shape
     slots = _exact.slots_at_home(experts, ranks) if held is None else held
     matrix, itemsize = hidden * inner, jnp.dtype(dtype).itemsize
@@ -221,18 +233,18 @@ def _fetched_weights(
     near = (parts > 0) & (home != rank) & ~far
     size = 3 * matrix * itemsize
     fast, slow = float(near.sum(axis=1).max()), float(far.sum(axis=1).max())
-    if held is None:  # rows in and out of two matmuls, read and written
-        local = float(np.where(home != rank, parts, 0).sum(axis=1).max()) * 2 * 2 * (hidden + inner) * itemsize
-    else:
-        local = float(((parts > 0) & (home == rank)).sum(axis=1).max()) * size
+    local = 0.0 if held is None else float(((parts > 0) & (home == rank)).sum(axis=1).max()) * size
+    of_row = 6 * matrix / links.flops
+    lent_rows = float(np.where(home != rank, parts, 0).sum(axis=1).max()) if held is None else 0.0
     terms = {
-        "fixed": links.fixed[0],
-        "fast": fast * size / links.fast,
+        "fixed": fixed,
+        "fast": fast * size / (links.lent if held is None else links.fast),
         "slow": slow * size / links.slow,
         "memory": local / links.memory,
+        "matmul": lent_rows * links.lent_rows * of_row,
     }
     before = np.bincount(home, counts.sum(axis=0), ranks).max()
-    saved = float(before - parts.sum(axis=1).max()) * 6 * matrix / links.flops
+    saved = float(before - parts.sum(axis=1).max()) * of_row
     seconds = sum(terms.values())  # one after another
     bound = max(terms, key=lambda name: terms[name])
     return Prediction(fast, slow, size, fast * size, slow * size, local, seconds, bound, saved)

@@ -256,7 +256,7 @@ def _swap(each: np.ndarray, held: list[list[int]], slots: int) -> list[list[int]
         best = int(then.argmin())
         if then.flat[best] >= by_rank[busy] * (1 - 1e-9):
             break
-        own, rank, slot = np.unravel_index(best, then.shape)
+        own, rank, slot = (int(at) for at in np.unravel_index(best, then.shape))
         moved = less[own, rank, slot]
         table[busy, own], table[rank, slot] = table[rank, slot], table[busy, own]
         of_slot[busy, own], of_slot[rank, slot] = of_slot[rank, slot], of_slot[busy, own]

@@ -46,8 +46,9 @@ def combine_start(call: Call, *operands: jax.Array) -> jax.Array:
     return combine(call, *_apart(*operands), start=True)
 
 
-def move_weights_start(move: Move, *operands: jax.Array) -> jax.Array:
-    return move_weights(move, *_apart(*operands), start=True)
+def move_weights_start(move: Move, weights: jax.Array, source: jax.Array, active: jax.Array) -> jax.Array:
+    weights, source, active = _apart(weights, source, active)
+    return move_weights(move, weights, source, active, start=True)
 
 
 def combine_done(_: Call | Move, *operands: jax.Array) -> jax.Array:
