@@ -69,6 +69,11 @@ struct Tile {
   int group, row, count, column, matrix;
 };
 
+// Shared addresses of the stages and of their barriers.
+struct Ring {
+  uint32_t stages, loaded, released;
+};
+
 // For each group, the number of tiles of rows, and of rows, of all groups up to and including it.
 struct Groups {
   int tiles_up_to[kMaxWeightGroups], rows_up_to[kMaxWeightGroups];
@@ -95,34 +100,39 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* p) {
 __device__ __forceinline__ void InitBarrier(uint64_t* barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(count) : "memory");
 }
-__device__ __forceinline__ void Await(const uint64_t* barrier, uint32_t phase) {
+// `barrier`: its shared address.
+__device__ __forceinline__ void Await(uint32_t barrier, uint32_t phase) {
   uint32_t done = 0;
   while (!done) {
     asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
                  : "=r"(done)
-                 : "r"(SharedAddress(barrier)), "r"(phase)
+                 : "r"(barrier), "r"(phase)
                  : "memory");
   }
 }
-__device__ __forceinline__ void Arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
+__device__ __forceinline__ void Arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-__device__ __forceinline__ void ExpectBytes(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(bytes)
-               : "memory");
+__device__ __forceinline__ uint32_t LoadShared16(uint32_t from) {
+  uint16_t value;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(from) : "memory");
+  return value;
 }
-__device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uint64_t* barrier, int x, int y) {
+__device__ __forceinline__ void ExpectBytes(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
           to),
-      "l"(map), "r"(SharedAddress(barrier)), "r"(x), "r"(y)
+      "l"(map), "r"(barrier), "r"(x), "r"(y)
       : "memory");
 }
-__device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uint64_t* barrier, int x, int y, int z) {
+__device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int z) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
           "r"(to),
-      "l"(map), "r"(SharedAddress(barrier)), "r"(x), "r"(y), "r"(z)
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
       : "memory");
 }
 // Loads units of eight rows of 16 bytes, transposed. `from`: the shared address of this lane's 16 bytes, of row `lane`
@@ -252,12 +262,16 @@ __device__ __forceinline__ void WidenUnit(uint32_t bytes, float of_even, float o
 
 // The MXFP4 scales of 32 elements in each of two neighbouring columns. `two`: their exponents, a byte each.
 struct Fp4Scales {
-  uint32_t even, odd;  // in both halves the bf16 2^(min(exponent, 128) - 1), which is 2^126 times the scale
+  uint32_t even, odd;  // in both halves the bf16 2^(exponent - 1), which is 2^126 times the scale
 
+  // Of exponents up to 127.
   __device__ __forceinline__ explicit Fp4Scales(uint32_t two) : even(Twice(two & 0xFF)), odd(Twice(two >> 8)) {}
-  __device__ __forceinline__ static uint32_t Twice(uint32_t exponent) {
-    return min(exponent, 128u) * 0x00800080u + 0x3F003F00u;
+  // Of any exponents: in the place of those above 128 that of 128, by which the values are then multiplied `Rest`
+  // times.
+  __device__ __forceinline__ static Fp4Scales Clamped(uint32_t two) {
+    return Fp4Scales(min(two & 0xFF, 128u) | min(two >> 8, 128u) << 8);
   }
+  __device__ __forceinline__ static uint32_t Twice(uint32_t exponent) { return exponent * 0x00800080u + 0x3F003F00u; }
   // Returns, in both halves, the bf16 factor of a second multiplication, which is needed for an exponent above 128; for
   // 255 the factor is NaN.
   __device__ __forceinline__ static uint32_t Rest(uint32_t exponent) {
@@ -269,10 +283,12 @@ struct Fp4Scales {
 // Widens a unit of ldmatrix, eight elements of 16 along the depth, to the four registers of a fragment. The code of an
 // element, a sign, two bits of exponent and one of mantissa, becomes a bf16 of 2^-126 times its value.
 __device__ __forceinline__ void WidenFp4(uint32_t bytes, const Fp4Scales& scales, uint32_t (&a)[4]) {
-  constexpr uint32_t kSign = 0x80008000u, kMagnitude = 0x01C001C0u;
-  const uint32_t codes[4] = {
-      (bytes << 12 & kSign) | (bytes << 6 & kMagnitude), (bytes << 4 & kSign) | (bytes >> 2 & kMagnitude),
-      (bytes << 8 & kSign) | (bytes << 2 & kMagnitude), (bytes & kSign) | (bytes >> 6 & kMagnitude)};
+  // A product copies the code of each half to bits 15 to 12, for the sign, and to bits 9 to 6, for the magnitude: a
+  // multiplication and two logical operations, where shifts alone take a fourth instruction, and logical operations and
+  // shifts are what limits the kernel.
+  constexpr uint32_t kSign = 0x80008000u, kMagnitude = 0x01C001C0u, kBoth = kSign | kMagnitude;
+  const uint32_t codes[4] = {(bytes & 0x000F000Fu) * 0x1040u & kBoth, (bytes >> 8 & 0x000F000Fu) * 0x1040u & kBoth,
+                             (bytes & 0x00F000F0u) * 0x104u & kBoth, (bytes & kSign) | (bytes >> 6 & kMagnitude)};
   // Register 0 has the even column's even elements, 2 its odd ones; 1 and 3 have the odd column's.
   a[0] = Times(codes[0], scales.even), a[2] = Times(codes[2], scales.even);
   a[1] = Times(codes[1], scales.odd), a[3] = Times(codes[3], scales.odd);
@@ -318,13 +334,12 @@ __device__ __forceinline__ int RowWidth(int count) { return count <= 8 ? 0 : cou
 
 // Requests a tile's stages, one after the other.
 template <class S>
-__device__ __forceinline__ void Load(const QuantizedRowsParams& p, const Maps& maps, const Tile& tile, char* stages,
-                                     uint64_t* loaded, const uint64_t* released, Slot& slot) {
+__device__ __forceinline__ void Load(const QuantizedRowsParams& p, const Maps& maps, const Tile& tile, const Ring& ring,
+                                     Slot& slot) {
   const int width = RowWidth(tile.count), row_bytes = (8 << width) * kAtom;
   for (int depth = 0; depth < p.depth; depth += kStageDepth) {
-    Await(&released[slot.index], slot.phase ^ 1);
-    uint64_t* barrier = &loaded[slot.index];
-    const uint32_t stage = SharedAddress(stages + slot.index * S::kStageBytes);
+    Await(ring.released + 8 * slot.index, slot.phase ^ 1);
+    const uint32_t barrier = ring.loaded + 8 * slot.index, stage = ring.stages + slot.index * S::kStageBytes;
     ExpectBytes(barrier, 2 * row_bytes + S::kWeightBytes + S::kScaleBytes);
     const int byte_row = S::kFp4 ? depth / 2 : depth;
 #pragma unroll
@@ -348,25 +363,23 @@ template <class S, int kSteps>
 struct Fetched {
   static constexpr int kUnits = S::kFp4 ? kSteps : 2 * kSteps;  // of ldmatrix: eight rows of 16 bytes
   uint32_t bytes[kUnits];
-  uint32_t two;  // MXFP4: the exponents of this thread's two columns
 
-  __device__ __forceinline__ void Fetch(const char* stage, uint32_t weights_at, int own, int first) {
-    LoadTransposed(bytes, SharedAddress(stage) + weights_at + first * (S::kFp4 ? 8 : 16) * kAtom);
-    if constexpr (S::kFp4) {
-      static_assert(kSteps * 16 <= kFp4Block, "one exponent for the elements of a column");
-      const char* exponents = stage + S::kRowBytes + S::kWeightBytes + first * 16 / kFp4Block * kColumns + own;
-      two = *reinterpret_cast<const uint16_t*>(exponents);
-    }
+  // `weights`: the shared address of this lane's first 16 bytes in the stage.
+  __device__ __forceinline__ void Fetch(uint32_t weights, int first) {
+    LoadTransposed(bytes, weights + first * (S::kFp4 ? 8 : 16) * kAtom);
   }
-  __device__ __forceinline__ void Widen(int first, BlockScales* scales, int block_rows,
+  // `two`: MXFP4's exponents of this thread's two columns; `large`: an exponent of this stage may be above 127.
+  __device__ __forceinline__ void Widen(int first, BlockScales* scales, int block_rows, uint32_t two, bool large,
                                         uint32_t (&a)[kSteps][4]) const {
     if constexpr (S::kFp4) {
+      static_assert(kSteps * 16 <= kFp4Block, "one exponent for the elements of a column");
       const Fp4Scales both(two);
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) WidenFp4(bytes[i], both, a[i]);
-      if (max(two & 0xFF, two >> 8) > 128) {
+      if (large) {
+        const Fp4Scales clamped = Fp4Scales::Clamped(two);
 #pragma unroll
-        for (int i = 0; i < kSteps; ++i) MultiplyByRest(two, a[i]);
+        for (int i = 0; i < kSteps; ++i) WidenFp4(bytes[i], clamped, a[i]), MultiplyByRest(two, a[i]);
       }
     } else {
       if (first * 16 % 64 == 0) scales->Advance(64, block_rows);
@@ -383,8 +396,8 @@ struct Fetched {
 // those of one group run, the weights of the next group are widened into other registers, and the weights of the group
 // after that come from shared memory.
 template <class S, int kN>
-__device__ __forceinline__ void MultiplyTile(const QuantizedRowsParams& p, const Tile& tile, const char* stages,
-                                             const uint64_t* loaded, uint64_t* released, Slot& slot) {
+__device__ __forceinline__ void MultiplyTile(const QuantizedRowsParams& p, const Tile& tile, const Ring& ring,
+                                             Slot& slot) {
   constexpr int kSteps = 2, kGroups = kStageDepth / 16 / kSteps;  // kSteps: wgmma of a group; kGroups: of a stage
   static_assert(kGroups % 2 == 0, "the registers of a group are known at compile time");
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
@@ -392,23 +405,33 @@ __device__ __forceinline__ void MultiplyTile(const QuantizedRowsParams& p, const
   const int own = columns_at + 2 * (lane / 4);  // the first of this thread's two columns
   // Of an atom, the 16-byte chunk of this warp's columns: chunks of a row are swizzled by its number.
   const uint32_t weights_at = S::kRowBytes + warp / 8 * kAtom * S::kByteRows + lane * kAtom + ((warp ^ lane) & 7) * 16;
+  const uint32_t exponents_at = S::kRowBytes + S::kWeightBytes + own;
   const QuantizedMatrix& m = p.matrices[tile.matrix];
   float sums[kN / 2];
 #pragma unroll
   for (int i = 0; i < kN / 2; ++i) sums[i] = 0.0f;
   BlockScales scales(p, static_cast<const float*>(m.scales), tile.group, tile.column + own);
-  uint64_t* before = nullptr;
+  uint32_t before = 0;
   uint32_t a[2][kSteps][4];
   Fetched<S, kSteps> fetched[2];
   for (int depth = 0; depth < p.depth; depth += kStageDepth) {
-    Await(&loaded[slot.index], slot.phase);
-    const char* stage = stages + slot.index * S::kStageBytes;
-    const uint64_t rows = RowsDescriptor(SharedAddress(stage));
-    fetched[0].Fetch(stage, weights_at, own, 0);
+    Await(ring.loaded + 8 * slot.index, slot.phase);
+    const uint32_t stage = ring.stages + slot.index * S::kStageBytes;
+    const uint64_t rows = RowsDescriptor(stage);
+    fetched[0].Fetch(stage + weights_at, 0);
+    uint32_t exponents[kGroups] = {}, all = 0;
+    if constexpr (S::kFp4) {
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        exponents[group] = LoadShared16(stage + exponents_at + group * kSteps * 16 / kFp4Block * kColumns);
+        all |= exponents[group];
+      }
+    }
+    const bool large = S::kFp4 && __any_sync(~0u, all & 0x8080);
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-      if (group + 1 < kGroups) fetched[(group + 1) & 1].Fetch(stage, weights_at, own, (group + 1) * kSteps);
-      fetched[group & 1].Widen(group * kSteps, &scales, p.block_rows, a[group & 1]);
+      if (group + 1 < kGroups) fetched[(group + 1) & 1].Fetch(stage + weights_at, (group + 1) * kSteps);
+      fetched[group & 1].Widen(group * kSteps, &scales, p.block_rows, exponents[group], large, a[group & 1]);
       FenceMultiplication();
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
@@ -417,9 +440,9 @@ __device__ __forceinline__ void MultiplyTile(const QuantizedRowsParams& p, const
       }
       CommitMultiplication();
       AwaitMultiplications<1>();  // those of the group before have read their registers, and their stage
-      if (group == 0 && before != nullptr && lane == 0) Arrive(before);
+      if (group == 0 && before != 0 && lane == 0) Arrive(before);
     }
-    before = &released[slot.index];
+    before = ring.released + 8 * slot.index;
     slot.Next(S::kStages);
   }
   AwaitMultiplications<0>();
@@ -497,7 +520,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ char dynamic[];
   __shared__ Groups groups;
   __shared__ uint64_t loaded[S::kStages], released[S::kStages];
-  char* stages = dynamic + (-SharedAddress(dynamic) & 1023);
+  Ring ring{(SharedAddress(dynamic) + 1023) & ~1023u, SharedAddress(loaded), SharedAddress(released)};
+  // Keeps the compiler from computing the addresses again in front of each use, from special registers.
+  asm volatile("" : "+r"(ring.stages), "+r"(ring.loaded), "+r"(ring.released));
   if (threadIdx.x == 32) {
     for (int i = 0; i < S::kStages; ++i) InitBarrier(&loaded[i], 1), InitBarrier(&released[i], 4 * kWarpgroups);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -513,7 +538,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     LeaveRegisters<kLoadRegisters>();
     if (threadIdx.x == kThreads - kLoaders) {
       for (int number = blockIdx.x; number < tiles; number += gridDim.x) {
-        Load<S>(p, maps, TileAt(p, groups, number, kColumns), stages, loaded, released, slot);
+        Load<S>(p, maps, TileAt(p, groups, number, kColumns), ring, slot);
       }
     }
   } else {
@@ -522,16 +547,16 @@ __global__ void __launch_bounds__(kThreads, 1)
       const Tile tile = TileAt(p, groups, number, kColumns);
       switch (RowWidth(tile.count)) {
         case 0:
-          MultiplyTile<S, 8>(p, tile, stages, loaded, released, slot);
+          MultiplyTile<S, 8>(p, tile, ring, slot);
           break;
         case 1:
-          MultiplyTile<S, 16>(p, tile, stages, loaded, released, slot);
+          MultiplyTile<S, 16>(p, tile, ring, slot);
           break;
         case 2:
-          MultiplyTile<S, 32>(p, tile, stages, loaded, released, slot);
+          MultiplyTile<S, 32>(p, tile, ring, slot);
           break;
         default:
-          MultiplyTile<S, 64>(p, tile, stages, loaded, released, slot);
+          MultiplyTile<S, 64>(p, tile, ring, slot);
       }
     }
   }
