@@ -12,7 +12,8 @@ const char* Word(const char* const (&words)[N], uint32_t i) {
 
 const char* const kOperations[] = {"dispatch", "redispatch", "combine", "all_to_all"};
 const char* const kDtypes[] = {"bfloat16", "float16", "float32", "float8_e4m3fn", "int8", "float8_e5m2"};
-const char* const kWires[] = {"", "float8_e4m3fn", "int8", "mxfp4"};
+const char* const kWires[] = {"", "float8_e4m3fn", "int8", "mxfp4"};  // by WireType
+constexpr uint32_t kMxfp4 = 3;
 const char* const kLayouts[] = {"grouped", "ranked", "padded"};
 // By Step: the work that the root had not done when another rank gave up on it.
 const char* const kOwed[] = {"did not start it",
@@ -50,7 +51,9 @@ std::string OperationText(const Descriptor& d) {
                      Number(r.experts) + " experts over " + Number(d.ranks) + " ranks, layout " +
                      Word(kLayouts, d.layout) + ", capacity " + Number(r.capacity);
   if (r.alignment > 1) text += ", alignment " + Number(r.alignment);
-  if (d.wire != 0) text += std::string(", wire ") + Word(kWires, d.wire) + (d.flags & kDescribedUe8m0 ? ":ue8m0" : "");
+  // MXFP4 has no other scales than powers of two, and its name says so.
+  const bool ue8m0 = d.flags & kDescribedUe8m0 && d.wire != kMxfp4;
+  if (d.wire != 0) text += std::string(", wire ") + Word(kWires, d.wire) + (ue8m0 ? ":ue8m0" : "");
   if (d.flags & kDescribedScaled) text += ", scaled";
   if (d.flags & kDescribedWeighted) text += ", weighted";
   if (d.flags & kDescribedByHome) text += ", added by home";

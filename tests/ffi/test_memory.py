@@ -514,6 +514,10 @@ BOTH = {"of_rank": COMBINE, "of_other": DISPATCH, "rank": 2, "other": 1, "epoch"
             ["different operations under this number", "rank 2 (GPU 2) runs " + SHAPES["combine"],
              "rank 1 runs " + SHAPES["dispatch"], "KernelConfig.channel"],
         ),
+        (
+            BOTH | {"cause": 2, "of_other": DISPATCH | {"wire": 3}},
+            [SHAPES["dispatch"].replace("float8_e4m3fn:ue8m0", "mxfp4")],
+        ),
         (BOTH | {"cause": 3}, ["the process of rank 2 (GPU 2) has ended", "last checkpoint"]),
         (
             BOTH | {"cause": 3, "masked": True},
@@ -531,6 +535,7 @@ BOTH = {"of_rank": COMBINE, "of_other": DISPATCH, "rank": 2, "other": 1, "epoch"
 def test_error_texts_name_root_shapes_time_and_remedy(memory, record, parts):
     text = memory.failure_text(record, 5, 0)
     assert text.startswith("xen_moe_jax: ")
+    assert "mxfp4:" not in text
     for part in [*parts, "NaN"]:
         assert part in text, text
     if record["cause"] != 3:
