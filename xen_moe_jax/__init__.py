@@ -7,6 +7,7 @@ from xen_moe_jax import balance, cuda, routing
 from xen_moe_jax._api import combine, dispatch, get_dispatch_layout, redispatch
 from xen_moe_jax._collectives import all_gather, all_to_all, ragged_all_to_all
 from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._float8_weight import Float8Weight
 from xen_moe_jax._gather_matmul import all_gather_matmul
 from xen_moe_jax._overlap import combine_done, combine_start, dispatch_done, dispatch_start, overlap
 from xen_moe_jax._perf_model import Links, Prediction, perf_model
@@ -21,6 +22,7 @@ from xen_moe_jax.failure import OperationFailed, check
 
 if typing.TYPE_CHECKING:
     from xen_moe_jax._moe_mlp import moe_mlp
+    from xen_moe_jax.experts.quantized_once import quantize_weights
 
 __version__ = "0.1.0"
 
@@ -30,6 +32,7 @@ __all__ = [
     "Buffer",
     "DispatchLayout",
     "Flight",
+    "Float8Weight",
     "Handle",
     "KernelConfig",
     "Links",
@@ -61,6 +64,7 @@ __all__ = [
     "overlap",
     "perf_model",
     "quantize",
+    "quantize_weights",
     "ragged_all_to_all",
     "redispatch",
     "routing",
@@ -74,6 +78,8 @@ def __getattr__(name: str) -> typing.Any:
         return importlib.import_module(f"{__name__}.{name}")
     if name == "moe_mlp":  # its kernels for Hopper GPUs take as long to import as everything else
         return importlib.import_module(f"{__name__}._moe_mlp").moe_mlp
+    if name == "quantize_weights":
+        return importlib.import_module(f"{__name__}.experts.quantized_once").quantize_weights
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

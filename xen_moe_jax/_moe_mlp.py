@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from xen_moe_jax import _exact, _validate
 from xen_moe_jax._api import dispatch
 from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._float8_weight import Float8Weight
 from xen_moe_jax._numbers import as_bool
 from xen_moe_jax._placement import Placement
 from xen_moe_jax._quantized_weight import QuantizedWeight, adopted, check_format, without_gradient
 from xen_moe_jax._replicated import combine_replicated, dispatch_replicated
 from xen_moe_jax._types import BlockScaled, MoEMLPInfo, Routed
-from xen_moe_jax.experts import float8, gathered, lent, tpu_decode, tpu_decode_layer
+from xen_moe_jax.experts import float8, gathered, hopper, lent, tpu_decode, tpu_decode_layer
 from xen_moe_jax.experts.arrived import Way, dispatch_quantized
 from xen_moe_jax.experts.combined import Return, by_hopper, experts_and_combine, run_experts, sent_as
 from xen_moe_jax.experts.function import ACTIVATIONS, APPLY_WEIGHTS_TO, GROUPED_MATMULS, ExpertFunction
@@ -79,7 +80,8 @@ def moe_mlp(
       topk_idx, topk_weights: `[T, K]`, as in `dispatch`.
       gate, up: `[L, H, F]` of the dtype of `x`, this rank's experts, `L = ceil(num_experts / R)`; `gate` is None for
         activations with one projection. A `QuantizedWeight` in place of an array, or a `qwix.QArray` of its formats, is
-        widened where it is multiplied by.
+        widened where it is multiplied by. Experts in fp8 take a `Float8Weight`, which this call does not quantize
+        (with `balance="exact"` its codes are not used: the weights travel, and are quantized where they arrive).
       down: `[L, F, H]`.
       num_experts, axis_name: as in `dispatch`.
       activation: with `gate`: "swiglu" (arXiv:2002.05202), "geglu", or "clipped_swiglu" (gpt-oss:
@@ -185,9 +187,14 @@ def moe_mlp(
             routed = dispatch(x, topk_idx, topk_weights, **routing, **sending, config=config)
         else:
             del sending["wire"], sending["gradient_wire"]
+            if num_ranks == 1 and hopper.on_hopper():
+                config = gathered.alone(config)
             way = Way(arriving, gradient_wire, config)
             routed = dispatch_quantized(jnp.asarray(x), topk_idx, topk_weights, way, **routing, **sending)
         if balance is not None:
+            weights = {
+                name: array.master if isinstance(array, Float8Weight) else array for name, array in weights.items()
+            }
             found = routed.handle.placement
             move = functools.partial(found.move, axis_name=axis_name, active=active, config=config)
             if lends:
@@ -316,14 +323,22 @@ def _weights(
             remedy = "pass the array" if function.gated else "has one projection: pass None"
             what = "None" if given[name] is None else "an array"
             raise ValueError(f"{CALLER}: {name} is {what} with activation={function.activation!r}: {remedy}")
-    weights = {name: _array(name, array) for name, array in given.items() if name[:4] != "gate" or array is not None}
+    weights = {
+        name: _array(function, name, array) for name, array in given.items() if name[:4] != "gate" or array is not None
+    }
     if function.experts is None:
         _check_shapes(x.shape[-1:], x.dtype, weights, num_local)
     return weights
 
 
-def _array(name: str, array: Any) -> Any:
+def _array(function: ExpertFunction, name: str, array: Any) -> Any:
     array = adopted(f"{CALLER}: {name}", array)
+    if isinstance(array, Float8Weight):
+        if function.grouped_matmul not in float8.MATMULS:
+            raise TypeError(f"{CALLER}: {name} is a Float8Weight: pass experts={float8.DTYPE!r} with it, or its master")
+        if array.master is None:
+            raise TypeError(f"{CALLER}: {name} is a Float8Weight without a master: pass codes.of(weight)")
+        return array.of(_array(function, name, array.master)).without_codes_gradient()
     if isinstance(array, QuantizedWeight):
         check_format(f"{CALLER}: {name}", array)
         return without_gradient(array)

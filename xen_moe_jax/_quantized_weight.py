@@ -129,15 +129,17 @@ def check_format(name: str, weight: QuantizedWeight) -> None:
 
 def without_gradient(weight: QuantizedWeight) -> QuantizedWeight:
     """Returns the weight; differentiating the result by it is a TypeError."""
-    return QuantizedWeight(*_without_gradient(weight.values, weight.scales), weight.block)
+    values, scales = refuse_gradient(weight.values, weight.scales)
+    return QuantizedWeight(values, scales, weight.block)
 
 
 @jax.custom_jvp
-def _without_gradient(values: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return values, scales
+def refuse_gradient(*parts: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns the values, the scales and other parts of a weight; differentiating by them is a TypeError."""
+    return parts
 
 
-@_without_gradient.defjvp
+@refuse_gradient.defjvp
 def _refuse(primals: Any, tangents: Any) -> Any:
     raise TypeError(
         f"a gradient by a quantized weight ({primals[0].dtype}{list(primals[0].shape)}) was asked for: it has none. "

@@ -4,11 +4,12 @@
 
 A line has the experts of one rank with random groups, as `model_shapes`. Parts: gate and up with the activation, and
 down, both of operands that are quantized already; the forward pass and all gradients, from rows as an fp8 wire brings
-them and weights in bfloat16, which each call quantizes; `moe_mlp` on one rank, of an eighth as many tokens, with top-8
-and an fp8 wire. TFLOP/s count the multiplications of the matmuls alone. A time is the median of rounds in which all
-parts take turns, each with several calls queued at once, since a GPU's first milliseconds under load are faster than
-the rest. torch multiplies gate and up as one matmul with a scale a row, without an activation. With `--kernels` the
-time of each kernel of a part is written, too.
+them and weights in bfloat16, which each call quantizes, or which `xm.quantize_weights` has quantized ("quantized
+once"); `moe_mlp` on one rank, of an eighth as many tokens, with top-8 and an fp8 wire. TFLOP/s count the
+multiplications of the matmuls alone. A time is the median of rounds in which all parts take turns, each with several
+calls queued at once, since a GPU's first milliseconds under load are faster than the rest. torch multiplies gate and up
+as one matmul with a scale a row, without an activation. With `--kernels` the time of each kernel of a part is written,
+too.
 
 Rows of the key "float8" of the JSON file are replaced. Several processes may share it, each with some of the parts and
 all with one `--lock`: they compile side by side and measure one after the other.
@@ -66,6 +67,7 @@ def programs(name: str) -> tuple[Callable[[], Any], dict[str, tuple[Callable[...
     from xen_moe_jax.pallas_kernels.hopper import float8_contraction, float8_quantize, float8_rows
 
     hidden, width, experts, rows, kind, _ = MODELS[name]
+    matrices = ("gate", "up", "down")
     activation = dataclasses.replace(hopper.SWIGLU, name=kind)
     tiles = hopper_float8.TILES
 
@@ -96,6 +98,7 @@ def programs(name: str) -> tuple[Callable[[], Any], dict[str, tuple[Callable[...
     def quantized(drawn: dict[str, Any]) -> dict[str, Any]:
         run = functools.partial(float8_quantize.weights, product=True, gradient=False)
         of = {f"{n} in fp8": run(drawn[n])[0] for n in ("gate", "up", "down")}
+        of["codes"] = xm.quantize_weights(tuple(drawn[n] for n in matrices))
         of |= {f"{n} by columns": columns(drawn[n], drawn["sizes"]) for n in ("x", "inner")}
         return drawn | of | {f"{n} in fp8": float8_quantize.rows(drawn[n]) for n in ("x", "inner")}
 
@@ -138,6 +141,19 @@ def programs(name: str) -> tuple[Callable[[], Any], dict[str, tuple[Callable[...
 
         return run
 
+    def once(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `with_gradients(function)` by codes of the weights, the last operand."""
+
+        def run(*operands: Any) -> Any:
+            *given, codes = operands
+
+            def by_codes(x: Any, gate: Any, up: Any, down: Any, *rest: Any) -> Any:
+                return function(x, *(code.of(w) for code, w in zip(codes, (gate, up, down), strict=True)), *rest)
+
+            return with_gradients(by_codes)(*given)
+
+        return run
+
     def fp8_of(x: Any, gate: Any, up: Any, down: Any, arrived: Any, sizes: Any) -> Any:
         return fp8(x, arrived, gate, up, down, sizes)
 
@@ -160,7 +176,7 @@ def programs(name: str) -> tuple[Callable[[], Any], dict[str, tuple[Callable[...
         return layer(**in_fp8)(tokens, kept(gate), kept(up), kept(down), *routing)
 
     in_fp8: dict[str, Any] = {"experts": "float8_e4m3fn", "wire": "float8_e4m3fn"}
-    matrices, of_layer = ("gate", "up", "down"), ("tokens", "gate", "up", "down", "idx", "weights")
+    of_layer = ("tokens", "gate", "up", "down", "idx", "weights")
     q = {n: f"{n} in fp8" for n in ("x", "inner", *matrices)}
     parts: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         "gate and up": (first_fp8, (q["x"], q["gate"], q["up"], "sizes")),
@@ -169,9 +185,11 @@ def programs(name: str) -> tuple[Callable[[], Any], dict[str, tuple[Callable[...
         "forward, quantized": (matmuls_fp8, (q["x"], q["gate"], q["up"], q["down"], "sizes")),
         "forward": (fp8_of, ("x", *matrices, "arrived", "sizes")),
         "forward and backward": (with_gradients(fp8_of), ("x", *matrices, "arrived", "sizes")),
+        "forward and backward, quantized once": (once(fp8_of), ("x", *matrices, "arrived", "sizes", "codes")),
         "layer": (layer(**in_fp8), of_layer),
         "layer, weights in fp8": (of_fp8, ("tokens", q["gate"], q["up"], q["down"], "idx", "weights")),
         "layer, gradients": (with_gradients(layer(**in_fp8)), of_layer),
+        "layer, gradients, quantized once": (once(layer(**in_fp8)), (*of_layer, "codes")),
         "gate and up, bf16": (first, ("x", "gate", "up", "sizes")),
         "down, bf16": (hopper.grouped_matmul, ("inner", "down", "sizes")),
         "forward, bf16": (bf16, ("x", *matrices, "sizes")),

@@ -162,6 +162,17 @@ def ours(x, idx, weights, m, **options):
     return xm.moe_mlp(x, idx, weights, *m, experts="float8_e4m3fn", **AT, **options)
 
 
+def once(x, idx, weights, m, **options):
+    """`ours` by codes that are made in front of it, and inside of a layer that the backward pass computes again."""
+    codes = xm.quantize_weights(m)
+
+    @jax.checkpoint
+    def layer(x, weights, m):
+        return ours(x, idx, weights, [code.of(w) for code, w in zip(codes, m, strict=True)], **options)
+
+    return layer(x, weights, m)
+
+
 @pytest.mark.parametrize("wire", ["float8_e4m3fn", "float8_e4m3fn:ue8m0"])
 def test_rows_are_multiplied_as_they_arrive(wire):
     """Values and scales of the wire go into the product, and the gradients home on the wire for gradients."""
@@ -199,10 +210,37 @@ def test_the_kernels_composition():
     """The composition of the kernels for Hopper GPUs, with plain JAX in the place of each kernel, follows the rule."""
     options = {"wire": "float8_e4m3fn", "apply_weights_to": "activation"}
     plain = layer(functools.partial(ours, **options), jnp.bfloat16)
-    with plain_float8.in_the_kernels_place():
+    with plain_float8.in_the_kernels_place() as quantizers:
         kernels = layer(functools.partial(ours, **options), jnp.bfloat16)
+        assert quantizers.calls == 3  # in both layouts at once
+        by_codes = layer(functools.partial(once, **options), jnp.bfloat16)
+        assert quantizers.calls == 3
     for name, one, other in zip(("value", "x", "weights", "gate", "up", "down"), kernels, plain, strict=True):
         assert one.dtype == other.dtype and cosine(one, other) > 0.9985, f"{name}: {cosine(one, other)}"
+    for one, other in zip(by_codes, kernels, strict=True):
+        assert_bits(one, other, "weights quantized once")
+
+
+def test_errors_of_weights_quantized_once():
+    weight = jnp.ones((2, 200, 144))
+    codes = xm.quantize_weights(weight)
+    with pytest.raises(TypeError, match="a gradient by a quantized weight"):
+        jax.grad(lambda c: grouped_matmul(jnp.ones((8, 200)), c.of(weight), jnp.asarray([3, 4])).sum())(codes)
+    with pytest.raises(ValueError, match=r"codes \[2, 256, 256\] of a weight \[2, 300, 144\]: must be \[2, 384, 256\]"):
+        codes.of(jnp.ones((2, 300, 144)))
+    with pytest.raises(ValueError, match="quantize_weights: dtype='int8': must be 'float8_e4m3fn'"):
+        xm.quantize_weights(weight, "int8")
+    with pytest.raises(TypeError, match=r"quantize_weights: int32\[2\]: must be floating point \[L, A, B\]"):
+        xm.quantize_weights(jnp.zeros(2, jnp.int32))
+
+    def failing(x, idx, weights, m, given, **options):
+        given = [given(code, w) for code, w in zip(xm.quantize_weights(m), m, strict=True)]
+        return xm.moe_mlp(x, idx, weights, *given, **AT, **options)
+
+    with pytest.raises(TypeError, match=r"gate is a Float8Weight: pass experts='float8_e4m3fn' with it, or its master"):
+        layer(functools.partial(failing, given=lambda code, w: code.of(w)))
+    with pytest.raises(TypeError, match=r"gate is a Float8Weight without a master: pass codes.of\(weight\)"):
+        layer(functools.partial(failing, given=lambda code, w: code, experts="float8_e4m3fn"))
 
 
 def test_moe_mlp():
@@ -216,6 +254,8 @@ def test_moe_mlp():
     got = layer(ours)
     for one, other in zip(got, layer(composed), strict=True):
         assert_bits(one, other, "moe_mlp")
+    for one, other in zip(layer(once), got, strict=True):
+        assert_bits(one, other, "weights quantized once")
     for one, exact in zip(got, layer(lambda x, idx, weights, m: xm.moe_mlp(x, idx, weights, *m, **AT)), strict=True):
         assert 0.99 < cosine(one, exact) < 1 - 1e-7
 

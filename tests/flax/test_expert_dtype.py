@@ -28,9 +28,9 @@ def test_a_layer_and_its_gradients():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 40, 160)), jnp.float32)
     params = nn.unbox(jax.jit(linen.MoE(CONFIG, mesh=mesh).init)(jax.random.key(0), x))["params"]
 
-    def run(config, params, x):
+    def run(config, params, x, codes=None):
         def loss(params, x):
-            y, _ = linen.MoE(config, mesh=mesh).apply({"params": params}, x)
+            y, _ = linen.MoE(config, mesh=mesh).apply({"params": params}, x, quantized=codes)
             return jnp.sum(jnp.sin(y)), y
 
         return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(params, x)
@@ -43,6 +43,16 @@ def test_a_layer_and_its_gradients():
         cosine = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
         assert cosine > 0.995, f"{jax.tree_util.keystr(path)}: {cosine}"
     assert not np.array_equal(y, exact)
+
+    in_linen = jax.jit(lambda p: linen.MoE(CONFIG, mesh=mesh).apply({"params": p}, method="quantized_weights"))
+    in_nnx = jax.jit(lambda p: nnx.MoE.from_weights(CONFIG, p, mesh=mesh).quantized_weights())
+    codes = in_linen(params)
+    for one, other in zip(jax.tree.leaves(in_nnx(params)), jax.tree.leaves(codes), strict=True):
+        assert_bits(one, other, "codes")
+    for one, other in zip(jax.tree.leaves(run(CONFIG, params, x, codes)), jax.tree.leaves((gradients, y)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="quantized weights with MoEConfig.expert_dtype=None: set 'float8_e4m3fn'"):
+        run(PLAIN, params, x, codes)
 
     values = {n: xm.QuantizedWeight(*jax.jit(quantize_weights)(params[n]), (128, 128)) for n in ("gate", "up", "down")}
     as_they_are, quantized_here = (

@@ -78,8 +78,13 @@ def rows_by_rows(rows, others, blocks, *, height, width, dtype, tiles, num_sms=N
 
 
 class Quantizers:
-    """`float8_quantize` in plain JAX."""
+    """`float8_quantize` in plain JAX.
 
+    Attributes:
+      calls: how often weights were quantized since `in_the_kernels_place` began.
+    """
+
+    calls = 0
     blocks_of_groups = staticmethod(float8_quantize.blocks_of_groups)
 
     @staticmethod
@@ -89,6 +94,7 @@ class Quantizers:
 
     @staticmethod
     def weights(array, *, product, gradient):
+        Quantizers.calls += 1
         values, scales = quantize_weights(_padded(array, 1, 2))
         turned = Quantized(values.swapaxes(1, 2), scales.swapaxes(1, 2))
         return turned if product else None, Quantized(values, scales) if gradient else None
@@ -135,5 +141,6 @@ def in_the_kernels_place():
         patch.setattr(hopper_float8, "float8_quantize", Quantizers)
         patch.setattr(hopper_float8, "float8_activation", Activations)
         patch.setattr(hopper_float8, "supports", lambda rows, weights: True)
-        yield
+        patch.setattr(Quantizers, "calls", 0)
+        yield Quantizers
     jax.clear_caches()

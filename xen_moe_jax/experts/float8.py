@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from xen_moe_jax._float8_weight import DTYPE, Float8Weight
 from xen_moe_jax._jax_internals import varying_axes
 from xen_moe_jax._mesh import vary, vary_alike
 from xen_moe_jax._quantize import Wire, dequantize_arrays, parse_wire, quantize_arrays
@@ -34,18 +35,17 @@ from xen_moe_jax.experts.arrived import ArrivedRows
 from xen_moe_jax.experts.function import ExpertFunction
 from xen_moe_jax.experts.grouped_matmul import warn_once
 
-DTYPE = "float8_e4m3fn"
 _FORMAT = Wire(DTYPE)
+Weight = jax.Array | QuantizedWeight | Float8Weight
 
 
-def grouped_matmul(
-    rows: jax.Array | ArrivedRows, weights: jax.Array | QuantizedWeight, group_sizes: jax.Array
-) -> jax.Array:
+def grouped_matmul(rows: jax.Array | ArrivedRows, weights: Weight, group_sizes: jax.Array) -> jax.Array:
     """Returns rows `[C, A]` times the weights `[L, A, B]` of their groups: `[C, B]` in the rows' dtype.
 
     Args:
       rows: floating point, sorted by group, or `ArrivedRows`; rows past the last group come out unspecified.
-      weights: floating point, or a `QuantizedWeight` of fp8 (e4m3) in blocks of 128 x 128, which is used as it is.
+      weights: floating point, or a `Float8Weight`, which is quantized already, or a `QuantizedWeight` of fp8 (e4m3) in
+        blocks of 128 x 128, which is used as it is.
       group_sizes: int32 `[L]`.
 
     Raises:
@@ -55,10 +55,13 @@ def grouped_matmul(
     x, arrived, weights, group_sizes = vary_all((*parts_of(rows), weights, group_sizes))
     if isinstance(weights, QuantizedWeight):
         return _multiply(x, arrived, None, weights.values, weights.scales, group_sizes)
+    if isinstance(weights, Float8Weight):
+        _, a, b = weights.shape
+        return _multiply(x, arrived, weights.master, weights.values[:, :a, :b], weights.scales, group_sizes)
     return _multiply(x, arrived, weights, *quantize_weights(jax.lax.stop_gradient(weights)), group_sizes)
 
 
-def by_hopper(rows: jax.Array | ArrivedRows, weights: jax.Array | QuantizedWeight, group_sizes: jax.Array) -> jax.Array:
+def by_hopper(rows: jax.Array | ArrivedRows, weights: Weight, group_sizes: jax.Array) -> jax.Array:
     """Returns `grouped_matmul` of bfloat16 or float16 by kernels for Hopper GPUs.
 
     Raises:
@@ -68,7 +71,7 @@ def by_hopper(rows: jax.Array | ArrivedRows, weights: jax.Array | QuantizedWeigh
     return hopper_float8.grouped_matmul(*vary_all((*parts_of(rows), weights, group_sizes)))
 
 
-def automatic(rows: jax.Array | ArrivedRows, weights: jax.Array | QuantizedWeight, group_sizes: jax.Array) -> jax.Array:
+def automatic(rows: jax.Array | ArrivedRows, weights: Weight, group_sizes: jax.Array) -> jax.Array:
     """Returns `grouped_matmul` by kernels on a Hopper GPU for operands that they support, otherwise in plain JAX.
 
     Raises:
@@ -81,7 +84,7 @@ MATMULS = grouped_matmul, by_hopper, automatic
 """The functions that `choose` returns for experts in fp8."""
 
 
-def by_kernels(function: Any, rows: jax.Array | ArrivedRows, weights: jax.Array | QuantizedWeight) -> bool:
+def by_kernels(function: Any, rows: jax.Array | ArrivedRows, weights: Weight) -> bool:
     """Returns True if kernels multiply such operands for the grouped matmul `function`, one of `MATMULS` or any other.
 
     For `automatic` on a Hopper GPU it warns, once for each reason, where they cannot.
@@ -103,7 +106,7 @@ def by_kernels(function: Any, rows: jax.Array | ArrivedRows, weights: jax.Array 
     return supported
 
 
-def check_supported(rows: jax.Array | ArrivedRows, weights: jax.Array | QuantizedWeight) -> None:
+def check_supported(rows: jax.Array | ArrivedRows, weights: Weight) -> None:
     """Raises ValueError unless the kernels can multiply such operands on this machine."""
     check_weights(weights)
     if not hopper_float8.supports(rows, weights):
@@ -111,7 +114,7 @@ def check_supported(rows: jax.Array | ArrivedRows, weights: jax.Array | Quantize
         raise ValueError(f"experts in {DTYPE} with grouped_matmul='hopper': {reason}; use 'auto' or 'ragged_dot'")
 
 
-def check_weights(weights: jax.Array | QuantizedWeight) -> None:
+def check_weights(weights: Weight) -> None:
     """Raises ValueError for a `QuantizedWeight` of another format."""
     if not isinstance(weights, QuantizedWeight) or (weights.dtype, weights.block) == (jnp.dtype(DTYPE), (BLOCK, BLOCK)):
         return
@@ -128,12 +131,17 @@ def parts_of(rows: jax.Array | ArrivedRows) -> tuple[jax.Array, BlockScaled | No
 
 
 def vary_all(tree: Any) -> Any:
-    """Applies `vary_alike` to all arrays of a tree; a `QuantizedWeight` in it has no gradient from here on."""
+    """Applies `vary_alike` to all arrays of a tree; codes of weights in it have no gradient from here on."""
 
     def is_quantized(leaf: Any) -> bool:
-        return isinstance(leaf, QuantizedWeight)
+        return isinstance(leaf, QuantizedWeight | Float8Weight)
 
-    tree = jax.tree.map(lambda leaf: without_gradient(leaf) if is_quantized(leaf) else leaf, tree, is_leaf=is_quantized)
+    def fixed(leaf: Any) -> Any:
+        if isinstance(leaf, Float8Weight):
+            return leaf.without_codes_gradient()
+        return without_gradient(leaf) if is_quantized(leaf) else leaf
+
+    tree = jax.tree.map(fixed, tree, is_leaf=is_quantized)
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, vary_alike(*leaves))
 
@@ -148,6 +156,16 @@ def quantize_weights(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     values, scales = quantize_arrays(blocks.reshape(local, above, beside, BLOCK * BLOCK), _FORMAT, BLOCK * BLOCK)
     values = values.reshape(blocks.shape).swapaxes(2, 3).reshape(weights.shape)
     return values[:, :rows, :columns], scales[..., 0]
+
+
+def codes_of(weights: jax.Array) -> Float8Weight:
+    """Returns the codes of weights `[L, A, B]`: on a Hopper GPU by kernels, where they take the dtype."""
+    weights = jax.lax.stop_gradient(weights)
+    if hopper.on_hopper() and hopper_float8.why_not(weights, weights) is None:
+        return hopper_float8.codes_of(weights)
+    values, scales = quantize_weights(weights)
+    values = jnp.pad(values, [(0, 0), *((0, -size % BLOCK) for size in values.shape[1:])])
+    return Float8Weight(values, scales, values.swapaxes(1, 2), scales.swapaxes(1, 2))
 
 
 @jax.custom_vjp

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from xen_moe_jax._float8_weight import Float8Weight
 from xen_moe_jax._jax_internals import varying_axes
 from xen_moe_jax._mesh import vary
 from xen_moe_jax._overlap import define_derivative, in_overlap
@@ -69,6 +70,8 @@ def whole(array: Any, *axes: int) -> Any:
         return None
     if isinstance(array, QuantizedWeight):
         return array  # padded when it is laid out
+    if isinstance(array, Float8Weight):
+        return array.with_master(lambda master: whole(master, *axes))
     widths = [(0, 0)] * array.ndim
     for axis in axes:
         size = array.shape[axis]
@@ -95,7 +98,10 @@ def _rows(x: jax.Array, arrived: BlockScaled | None) -> Quantized:
 
 def _layouts(weight: Any, *, product: bool, gradient: bool) -> tuple[Quantized | None, Quantized | None]:
     """Returns a weight `[L, A, B]` quantized for a product, and for the gradient of rows; None for one that the caller
-    does not ask for. A `QuantizedWeight` keeps its codes."""
+    does not ask for. Weights that are quantized already keep their codes."""
+    if isinstance(weight, Float8Weight):
+        turned, lying = Quantized(weight.turned, weight.turned_scales), Quantized(weight.values, weight.scales)
+        return turned if product else None, lying if gradient else None
     if not isinstance(weight, QuantizedWeight):
         return _varying(float8_quantize.weights(weight, product=product, gradient=gradient), weight)
     _, a, b = weight.values.shape
@@ -104,6 +110,13 @@ def _layouts(weight: Any, *, product: bool, gradient: bool) -> tuple[Quantized |
     scales = jnp.pad(weight.scales, [(0, 0), *((0, end - n) for end, n in zip(ends, weight.scales.shape[1:]))])
     turned = Quantized(values.swapaxes(1, 2), scales.swapaxes(1, 2))
     return turned if product else None, Quantized(values, scales) if gradient else None
+
+
+def codes_of(weight: jax.Array) -> Float8Weight:
+    """Returns the codes of a weight `[L, A, B]`, bfloat16 or float16."""
+    turned, lying = _layouts(whole(weight, 1, 2), product=True, gradient=True)
+    assert turned is not None and lying is not None
+    return Float8Weight(lying.values, lying.scales, turned.values, turned.scales)
 
 
 def _columns(array: Any, blocks: jax.Array, like: Any) -> Quantized:
@@ -129,6 +142,8 @@ def _by_weight(rows: Quantized | None, others: Quantized | None, blocks: Any, of
     """Returns the gradient of the weight that `of`, from `_shape_of`, describes; None if `of` is None."""
     if of is None:
         return None
+    if isinstance(of, Float8Weight):
+        return of.gradient(_by_weight(rows, others, blocks, of.master))
     height, width = of.shape[2:]
     out = rows_by_rows(rows, others, blocks, height=height, width=width, dtype=of.dtype, tiles=_tiles())
     return vary(out, varying_axes(of))
@@ -156,9 +171,11 @@ def _forward(x: Any, arrived: Any, weights: Any, group_sizes: Any) -> tuple[Any,
 
 def _shape_of(array: Any) -> Any:
     """Returns an array `[0, ...]` without elements, a residual that has the dtype of `array`, and its shape behind the
-    first dimension; None for a `QuantizedWeight`, which gets no gradient."""
+    first dimension; that of its master for a `Float8Weight`; None for a `QuantizedWeight`, which gets no gradient."""
     if isinstance(array, QuantizedWeight):
         return None
+    if isinstance(array, Float8Weight):
+        return array.gradient(_shape_of(array.master))
     return vary(jnp.zeros((0, *array.shape), array.dtype), varying_axes(array))
 
 

@@ -25,6 +25,7 @@ import xen_moe_jax as xm
 from xen_moe_jax._mesh import platform, vary_alike
 from xen_moe_jax._moe_primitives import HANDLE, ROWS
 from xen_moe_jax._overlap import is_pending
+from xen_moe_jax._quantized_weight import QuantizedWeight
 from xen_moe_jax._replicated import own_sums
 from xen_moe_jax.experts import tpu_decode, tpu_decode_layer
 from xen_moe_jax.experts.combined import rows_for_experts, run_experts, sent_as
@@ -127,6 +128,9 @@ def _composed(config: MoEConfig, weights: Any, tokens: Chunk, members: Members) 
         len(chunks) > 1 and config.remat != "all" and config.balance is None and _overlaps(config, chunks[0], members)
     )
 
+    if len(chunks) > 1 and config.remat == "none" and config.balance is None:
+        weights = _quantized_once(config, weights)
+
     def run(weights: Any, chunks: list[Chunk]) -> tuple[list[jax.Array], jax.Array]:
         return (_pipelined if overlap else _whole)(config, weights, chunks, members)
 
@@ -143,6 +147,15 @@ def _composed(config: MoEConfig, weights: Any, tokens: Chunk, members: Members) 
         outs, dropped = _one_by_one(run, weights, chunks)
     out = outs[0] if len(outs) == 1 else jnp.concatenate(outs)
     return out[:num_tokens], dropped
+
+
+def _quantized_once(config: MoEConfig, weights: Any) -> Any:
+    """Returns the weights with codes that all chunks multiply by, for experts in fp8. With `remat` each chunk quantizes
+    them anew, since codes for the backward pass are as large as weights in bfloat16."""
+    if config.expert_dtype is None:
+        return weights
+    matrices = {name: weights[name] for name in NAMES if not isinstance(weights.get(name), QuantizedWeight | None)}
+    return weights | {name: codes.of(matrices[name]) for name, codes in xm.quantize_weights(matrices).items()}
 
 
 def _overlaps(config: MoEConfig, chunk: Chunk, members: Members) -> bool:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from xen_moe_jax._float8_weight import BLOCK, Float8Weight
 from xen_moe_jax._quantized_weight import QuantizedWeight
 from xen_moe_jax.flax._config import MoEConfig
 
@@ -96,10 +97,13 @@ def rank_specs(config: MoEConfig) -> dict[str, PartitionSpec]:
 
 
 def weight_specs(weight: Any, spec: PartitionSpec) -> Any:
-    """Returns the spec of a parameter, or a `QuantizedWeight` of the specs of values and scales."""
-    if not isinstance(weight, QuantizedWeight):
+    """Returns the spec of a parameter, or a `QuantizedWeight` or `Float8Weight` of the specs of its arrays."""
+    if not isinstance(weight, QuantizedWeight | Float8Weight):
         return spec
     names = [*spec, *[None] * (weight.ndim - len(spec))]
+    if isinstance(weight, Float8Weight):
+        turned = PartitionSpec(*names[:-2], *names[:-3:-1])
+        return Float8Weight(spec, spec, turned, turned, None if weight.master is None else spec)
     # One scale for a whole dimension is on every rank.
     of_scales = [
         None if axis >= weight.ndim - 2 and weight.scales.shape[axis] == 1 else n for axis, n in enumerate(names)
@@ -108,24 +112,23 @@ def weight_specs(weight: Any, spec: PartitionSpec) -> Any:
 
 
 def check_blocks(name: str, weight: Any, spec: PartitionSpec, mesh: Any) -> None:
-    """Raises ValueError where the ranks of `mesh` cut blocks of a `QuantizedWeight`."""
-    if not isinstance(weight, QuantizedWeight):
+    """Raises ValueError where the ranks of `mesh` cut blocks of a `QuantizedWeight` or `Float8Weight`."""
+    if not isinstance(weight, QuantizedWeight | Float8Weight):
         return
     names = [*spec, *[None] * (weight.ndim - len(spec))]
-    for axes, size, count, block in zip(
-        names[-2:], weight.shape[-2:], weight.scales.shape[-2:], weight.block, strict=True
-    ):
+    blocks = weight.block if isinstance(weight, QuantizedWeight) else (BLOCK, BLOCK)
+    for axes, size, count, block in zip(names[-2:], weight.shape[-2:], weight.scales.shape[-2:], blocks, strict=True):
         ranks = math.prod(mesh.shape[axis] for axis in ([axes] if isinstance(axes, str) else axes or ()))
         if ranks > 1 and count > 1 and size % (ranks * block):
             raise ValueError(
-                f"{name} has blocks of {weight.block} with a scale each, which {ranks} ranks of {axes!r} cut in a "
+                f"{name} has blocks of {blocks} with a scale each, which {ranks} ranks of {axes!r} cut in a "
                 f"dimension of {size}: load it for this mesh (load_hugging_face(..., mesh=mesh) makes smaller blocks)"
             )
 
 
 def part_of_rank(config: MoEConfig, name: str, parameter: Parameter, weights: Any) -> Any:
     """Returns this rank's part of a parameter (own experts, own features); the rank may hold this part already, or all
-    of it. Of a `QuantizedWeight` it is the part of values and scales.
+    of it. Of a `QuantizedWeight` or `Float8Weight` it is the part of each array.
 
     Raises ValueError if it holds something else.
     """
@@ -135,7 +138,21 @@ def part_of_rank(config: MoEConfig, name: str, parameter: Parameter, weights: An
             for leaf, shape in zip((weights.values, weights.scales), weights.part_shapes(parameter.shape), strict=True)
         )
         return QuantizedWeight(values, scales, weights.block)
+    if isinstance(weights, Float8Weight):
+        local, *sizes = parameter.shape
+        blocks = [-(-size // BLOCK) for size in sizes]
+        lying = dataclasses.replace(parameter, shape=(local, *(BLOCK * count for count in blocks)))
+        of_scales = dataclasses.replace(parameter, shape=(local, *blocks))
+        wanted = [lying, of_scales, _turned(lying), _turned(of_scales), parameter]
+        leaves = [weights.values, weights.scales, weights.turned, weights.turned_scales, weights.master]
+        return Float8Weight(*(_part_of_rank(config, name, p, leaf) for p, leaf in zip(wanted, leaves, strict=True)))
     return _part_of_rank(config, name, parameter, weights)
+
+
+def _turned(parameter: Parameter) -> Parameter:
+    """Returns the parameter with its last two dimensions swapped."""
+    shape, dims = ((*a[:-2], a[-1], a[-2]) for a in (parameter.shape, parameter.dims))
+    return dataclasses.replace(parameter, shape=shape, dims=dims)
 
 
 def _part_of_rank(config: MoEConfig, name: str, parameter: Parameter, weights: jax.Array) -> jax.Array:

@@ -16,12 +16,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from xen_moe_jax._float8_weight import Float8Weight
+from xen_moe_jax._quantized_weight import QuantizedWeight
 from xen_moe_jax.balance import Placement
+from xen_moe_jax.experts.quantized_once import quantize_weights
 from xen_moe_jax.flax._balance import MoEMetrics, metric_specs
-from xen_moe_jax.flax._chunks import Members
+from xen_moe_jax.flax._chunks import NAMES, Members
 from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._layer import Tokens, moe_on_rank
-from xen_moe_jax.flax._parameters import check_blocks, pad_experts, parameter_table, rank_specs, weight_specs
+from xen_moe_jax.flax._parameters import (
+    check_blocks,
+    pad_experts,
+    parameter_table,
+    part_of_rank,
+    rank_specs,
+    weight_specs,
+)
 from xen_moe_jax.flax._shared_jit import shared_jit
 
 
@@ -87,6 +97,7 @@ def apply_moe(
     active: jax.Array | None = None,
     topk_idx: jax.Array | None = None,
     placement: Placement | None = None,
+    quantized: dict[str, Float8Weight] | None = None,
 ) -> tuple[jax.Array, MoEMetrics]:
     """Runs the MoE layer on `x [..., H]`, inside or outside `shard_map`.
 
@@ -100,11 +111,16 @@ def apply_moe(
       active: bool, one entry for every rank of `config.axis_name`.
       topk_idx: integer `[*x.shape[:-1], K]`, the experts to use in place of the router's choice; -1 is an unused slot.
       placement: where the experts are, as in `xm.dispatch`; None is at home.
+      quantized: from `quantized_weights` of these weights; None quantizes the weights of experts in fp8 here.
 
     Returns:
       `[..., H]` of `config.dtype` or `x.dtype`, and the metrics over all ranks.
     """
     _check_input(config, x, mask, token_ids, topk_idx)
+    if quantized is not None:
+        _check_expert_dtype(config)
+        masters: dict[str, Any] = weights
+        weights = masters | {name: codes.of(masters[name]) for name, codes in quantized.items()}
     if active is not None and config.replicated_tokens:
         raise ValueError(
             f"active with MoEConfig.token_axes={config.token_axes}: where tokens are replicated the ranks' outputs are "
@@ -133,6 +149,51 @@ def apply_moe(
     if mesh is None and not manual:
         return _on_one_device(config, weights, given, members)
     return _on_mesh(config, _place(config, mesh, context, manual), weights, given, members)
+
+
+def quantized_weights(config: MoEConfig, mesh: Any, weights: dict[str, jax.Array]) -> dict[str, Float8Weight]:
+    """Returns the codes of a layer's expert weights by name, for `apply_moe`: `xm.quantize_weights` on every rank, of
+    weights rounded to `config.dtype`.
+
+    Args:
+      mesh, weights: as in `apply_moe`.
+    """
+    _check_expert_dtype(config)
+    table = parameter_table(config)
+    weights = {name: weights[name] for name in NAMES if not isinstance(weights.get(name), QuantizedWeight | None)}
+
+    def on_rank(weights: dict[str, jax.Array]) -> dict[str, Float8Weight]:
+        parts = {name: part_of_rank(config, name, table[name], weight) for name, weight in weights.items()}
+        return quantize_weights(parts, compute_dtype=config.dtype)
+
+    context = jax.sharding.get_abstract_mesh()
+    manual = set(context.manual_axes)
+    mesh = None if manual else _mesh_of(config, mesh, weights, next(iter(weights.values())))
+    if set(config.layer_axes) <= manual:
+        return on_rank(weights)
+    if mesh is None and not manual:
+        return quantize_weights(weights, compute_dtype=config.dtype)
+    place = _place(config, mesh, context, manual)
+    of_ranks, extra = rank_specs(config), -config.expert_entries % place.num_ranks
+    specs = {name: of_ranks[name] for name in weights}
+    if extra:
+        whole = {name: place.reshard(weight, PartitionSpec()) for name, weight in weights.items()}
+        weights = {name: pad_experts(config, weight, place.num_ranks) for name, weight in whole.items()}
+    for name, weight in jax.eval_shape(
+        functools.partial(quantize_weights, compute_dtype=config.dtype), weights
+    ).items():
+        check_blocks(name, weight.of(weights[name]), specs[name], context if mesh is None else mesh)
+    weights = {name: place.reshard(weight, specs[name]) for name, weight in weights.items()}
+    blank = Float8Weight(*(jax.ShapeDtypeStruct((1, 1, 1), jnp.float32),) * 4)
+    out = {name: weight_specs(blank, spec) for name, spec in specs.items()}
+    run = jax.shard_map(on_rank, mesh=place.mesh, in_specs=(specs,), out_specs=out, axis_names=set(place.free_axes))
+    codes = run(weights)
+    return jax.tree.map(lambda a: place.reshard(a, PartitionSpec())[:-extra], codes) if extra else codes
+
+
+def _check_expert_dtype(config: MoEConfig) -> None:
+    if config.expert_dtype is None:
+        raise ValueError("quantized weights with MoEConfig.expert_dtype=None: set 'float8_e4m3fn', or give no codes")
 
 
 def _check_input(config: MoEConfig, x: Any, mask: Any, token_ids: Any, topk_idx: Any) -> None:

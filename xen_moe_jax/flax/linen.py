@@ -9,12 +9,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from xen_moe_jax._float8_weight import Float8Weight
 from xen_moe_jax._quantized_weight import QuantizedWeight, adopted, check_format
 from xen_moe_jax.balance import Placement
 from xen_moe_jax.flax._balance import MoEMetrics, updated_bias
 from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._parameters import ROUTER_BIAS, parameter_table
-from xen_moe_jax.flax._placement import apply_moe, current_mesh
+from xen_moe_jax.flax._placement import apply_moe, current_mesh, quantized_weights
 
 ROUTER_STATE = "router_state"
 """Collection of the router bias."""
@@ -84,6 +85,7 @@ class MoE(nn.Module):
         active: jax.Array | None = None,
         topk_idx: jax.Array | None = None,
         placement: Placement | None = None,
+        quantized: dict[str, Float8Weight] | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
         """Applies the layer.
 
@@ -100,6 +102,7 @@ class MoE(nn.Module):
             these experts, and its gradient flows through them. choice="hash" then needs no `token_ids`.
           placement: where the experts are (`xm.balance.plan`), as in `xm.dispatch`: an array like any other. Weights at
             home are moved to their slots in each call, and their gradients back; `MoEConfig.num_slots` has them there.
+          quantized: what `quantized_weights` returned for these weights: with experts in fp8, the call quantizes none.
 
         Returns:
           `[..., hidden_size]` and `MoEMetrics` over the tokens of all ranks.
@@ -118,7 +121,13 @@ class MoE(nn.Module):
         if config.balancing == "bias":
             bias = self.variable(ROUTER_STATE, ROUTER_BIAS, jnp.zeros, (config.num_experts,), jnp.float32)
             weights[ROUTER_BIAS] = bias.value
-        out, metrics = apply_moe(config, self.mesh, weights, x, mask, token_ids, active, topk_idx, placement)
+        out, metrics = apply_moe(config, self.mesh, weights, x, mask, token_ids, active, topk_idx, placement, quantized)
         if bias is not None and self.is_mutable_collection(ROUTER_STATE) and not self.is_initializing():
             bias.value = updated_bias(bias.value, metrics.tokens_per_expert, config.bias_update_rate)
         return out, metrics
+
+    def quantized_weights(self) -> dict[str, Float8Weight]:
+        """Does as `nnx.MoE.quantized_weights`: `moe.apply(variables, method="quantized_weights")`."""
+        names = (name for name in parameter_table(self.config) if self.has_variable("params", name))
+        weights = {name: nn.unbox(self.get_variable("params", name)) for name in names}
+        return quantized_weights(self.config, self.mesh, weights)

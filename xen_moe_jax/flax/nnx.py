@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from xen_moe_jax._float8_weight import Float8Weight
 from xen_moe_jax._quantized_weight import QuantizedWeight, adopted, check_format
 from xen_moe_jax.balance import Placement
 from xen_moe_jax.flax._balance import MoEMetrics, updated_bias
 from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._parameters import ROUTER_BIAS, parameter_table
-from xen_moe_jax.flax._placement import apply_moe, current_mesh
+from xen_moe_jax.flax._placement import apply_moe, current_mesh, quantized_weights
 
 
 class RouterBias(nnx.Variable):
@@ -104,6 +105,7 @@ class MoE(nnx.Module):
         active: jax.Array | None = None,
         topk_idx: jax.Array | None = None,
         placement: Placement | None = None,
+        quantized: dict[str, Float8Weight] | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
         """Applies the layer.
 
@@ -120,6 +122,7 @@ class MoE(nnx.Module):
             these experts, and its gradient flows through them. choice="hash" then needs no `token_ids`.
           placement: where the experts are (`xm.balance.plan`), as in `xm.dispatch`: an array like any other. Weights at
             home are moved to their slots in each call, and their gradients back; `MoEConfig.num_slots` has them there.
+          quantized: what `quantized_weights` returned for these weights: with experts in fp8, the call quantizes none.
 
         Returns:
           `[..., hidden_size]` and `MoEMetrics` over the tokens of all ranks.
@@ -127,7 +130,17 @@ class MoE(nnx.Module):
         weights = {name: getattr(self, name).get_value() for name in self.weight_names}
         if self.config.balancing == "bias":
             weights[ROUTER_BIAS] = self.router_bias[...]
-        return apply_moe(self.config, self.mesh, weights, x, mask, token_ids, active, topk_idx, placement)
+        return apply_moe(self.config, self.mesh, weights, x, mask, token_ids, active, topk_idx, placement, quantized)
+
+    def quantized_weights(self) -> dict[str, Float8Weight]:
+        """Quantizes the experts' weights, with experts in fp8, for several calls: once for a step of the optimizer in
+        front of the batches of gradient accumulation, say. Gradients go to the weights.
+
+            codes = moe.quantized_weights()
+            y, metrics = moe(x, quantized=codes)
+        """
+        weights = {name: getattr(self, name).get_value() for name in self.weight_names}
+        return quantized_weights(self.config, self.mesh, weights)
 
     def update_bias(self, metrics: MoEMetrics) -> None:
         """Moves the router bias by one step; call it once per optimiser step, with that step's metrics."""

@@ -1,0 +1,86 @@
+"""Weights that are trained in fp8 and quantized once for several calls: codes beside the weight that gets the gradient.
+
+An optimiser's step changes the weights once. The calls in between, of gradient accumulation, of a forward pass that is
+done again (`jax.checkpoint`), or of chunks, multiply by the same codes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from xen_moe_jax._quantized_weight import refuse_gradient
+from xen_moe_jax._spec import SCALE_BLOCK as BLOCK
+from xen_moe_jax._types import pytree
+
+DTYPE = "float8_e4m3fn"
+
+
+@pytree()
+class Float8Weight:
+    """A weight `[L, A, B]` in fp8 (e4m3) with a scale for 128 x 128 elements, from `quantize_weights`.
+
+    `moe_mlp(..., experts="float8_e4m3fn")` takes `codes.of(weight)` in place of `weight`. The value is that of the
+    weight, whose gradient is the one it has by itself (straight-through). wgmma reads fp8 with the contracted dimension
+    innermost alone, so that there are two copies, each padded with zeros to multiples of 128.
+
+    Attributes:
+      values: `[L, A', B']`, for the gradient of rows.
+      scales: float32 `[L, A' / 128, B' / 128]`.
+      turned: `[L, B', A']`, `values` transposed, for the product.
+      turned_scales: float32 `[L, B' / 128, A' / 128]`.
+      master: the weight `[L, A, B]`, of which shape and dtype are read, and which gets the gradient; None if the codes
+        are nobody's yet.
+    """
+
+    values: Any
+    scales: Any
+    turned: Any
+    turned_scales: Any
+    master: Any = None
+
+    def of(self, master: jax.Array) -> Float8Weight:
+        """Returns these codes as those of `master [L, A, B]`, the weight from which they were made.
+
+        Raises:
+          ValueError: `master` has another shape than the weight from which the codes were made.
+        """
+        expected = (*master.shape[:-2], *(-(-size // BLOCK) * BLOCK for size in master.shape[-2:]))
+        if self.values.shape != expected:
+            raise ValueError(
+                f"codes {list(self.values.shape)} of a weight {list(master.shape)}: must be {list(expected)}, from "
+                "quantize_weights of this weight"
+            )
+        return dataclasses.replace(self, master=master)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight, `[L, A, B]`."""
+        return self.master.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions of the weight."""
+        return self.values.ndim
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the weight and of its gradient."""
+        return self.master.dtype
+
+    def with_master(self, change: Any) -> Float8Weight:
+        """Returns the same codes, of `change(master)`."""
+        return dataclasses.replace(self, master=change(self.master))
+
+    def without_codes_gradient(self) -> Float8Weight:
+        """Returns the weight; differentiating the result by its codes is a TypeError."""
+        values, scales, turned, turned_scales = refuse_gradient(
+            self.values, self.scales, self.turned, self.turned_scales
+        )
+        return Float8Weight(values, scales, turned, turned_scales, self.master)
+
+    def gradient(self, of_master: Any) -> Float8Weight:
+        """Returns the cotangent of the weight: codes have none."""
+        return Float8Weight(None, None, None, None, of_master)
