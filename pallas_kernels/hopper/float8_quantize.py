@@ -25,7 +25,6 @@ from xen_moe_jax.pallas_kernels.hopper.float8_rows import (
     SWIZZLED,
     WGMMA,
     Quantized,
-    quantized,
     scales_of,
 )
 from xen_moe_jax.pallas_kernels.hopper.float8_tile import HALF
@@ -129,13 +128,13 @@ def weights(array: jax.Array, *, product: bool, gradient: bool) -> tuple[Quantiz
     return pairs[0] if product else None, pairs[-1] if gradient else None
 
 
-@jax.jit
-def rows(array: jax.Array) -> Quantized:
+@functools.partial(jax.jit, static_argnames=("by_row",))
+def rows(array: jax.Array, *, by_row: bool = False) -> Quantized:
     """Quantizes rows `[C, A]`, bfloat16 or float16, for a product; `C` is a multiple of 8, `A` of 64.
 
     Returns:
       Values `[C, A]` and scales `[1, A / 128, ceil(C / 128) * 128]`, a scale for 128 columns of a row; `A` is padded to
-      a multiple of 128 with zeros.
+      a multiple of 128 with zeros. With `by_row` the scales are `[C, A / 128]`, as a wire has them.
     """
     count, columns = array.shape
     above, beside = pl.cdiv(count, BLOCK), pl.cdiv(columns, BLOCK)
@@ -144,23 +143,25 @@ def rows(array: jax.Array) -> Quantized:
         i, j = (lax.axis_index(name) for name in "xy")
         float8_tile.load(source, i * BLOCK, j * BLOCK, given, loaded)
         plgpu.barrier_wait(loaded)
-        for m in range(0, BLOCK, ROWS):
-            values[pl.ds(m, ROWS)], scale = quantized(_piece(given, m))
-            scales[0, j, pl.ds(i * BLOCK + m, ROWS)] = scale
+        if by_row:
+            float8_tile.quantize_rows(given, values, scales.at[pl.ds(i * BLOCK, BLOCK), j], beside)
+        else:
+            float8_tile.quantize_rows(given, values, scales.at[0, j, pl.ds(i * BLOCK, BLOCK)])
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(values, out.at[pl.ds(i * BLOCK, BLOCK), pl.ds(j * BLOCK, BLOCK)])
         plgpu.wait_smem_to_gmem(0)
 
     shapes = [
         jax.ShapeDtypeStruct((count, beside * BLOCK), DTYPE),
-        jax.ShapeDtypeStruct((1, beside, above * BLOCK), jnp.float32),
+        jax.ShapeDtypeStruct((above * BLOCK, beside) if by_row else (1, beside, above * BLOCK), jnp.float32),
     ]
     scratch = {
         "given": float8_tile.wide(array.dtype),
-        "values": TILE,
+        "values": float8_tile.narrow(),
         "loaded": plgpu.Barrier(num_arrivals=BLOCK // HALF),
     }
-    return Quantized(*launch(body, shapes, scratch, (above, beside), "rows")(array))
+    out, scales = launch(body, shapes, scratch, (above, beside), "rows")(array)
+    return Quantized(out, scales[:count] if by_row else scales)
 
 
 def blocks_of_groups(group_sizes: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:

@@ -50,10 +50,10 @@ def load(source: Any, row: Any, column: Any, tile: Any, barrier: Any) -> None:
         plgpu.copy_gmem_to_smem(source.at[at], tile.at[half], barrier)
 
 
-def quantize_rows(tile: Any, values: Any, scales: Any) -> None:
+def quantize_rows(tile: Any, values: Any, scales: Any, apart: int = 1) -> None:
     """Quantizes the rows of a `wide` tile: writes codes to the `narrow` tile `values`, and float32 scales to
-    `scales [128]` in the GPU's memory. The threads pass no barrier."""
-    _inline(_rows, tile, values, scales)
+    `scales [128]` in the GPU's memory, `apart` numbers from one to the next. The threads pass no barrier."""
+    _inline(functools.partial(_rows, apart=apart), tile, values, scales)
 
 
 def quantize_columns(tile: Any, turned: Any, scales: Any, *, over: bool = False) -> None:
@@ -172,7 +172,7 @@ def _largest(pair: str, kind: str) -> list[str]:
     return [*lines, "{ .reg .b16 l, h;", f"mov.b32 {{l, h}}, {pair};", "cvt.f32.f16 amax, l; }"]
 
 
-def _rows(kind: str) -> list[str]:
+def _rows(kind: str, apart: int = 1) -> list[str]:
     """PTX of `quantize_rows`: in pass `p` a thread has 16 columns of row `p * 16 + tid / 8`, eight in each half. Its
     eight passes are read twice: for the rows' largest magnitudes, and for their codes."""
     passes = range(BLOCK // 16)
@@ -191,13 +191,13 @@ def _rows(kind: str) -> list[str]:
 
     for p in passes:
         lines += [f"mov.b32 m{p}, 0;", *read(p), *_magnitudes([f"x{n}" for n in range(8)], f"m{p}")]
-    for apart in (1, 2, 4):
+    for other in (1, 2, 4):
         for p in passes:
-            lines += [f"shfl.sync.bfly.b32 at, m{p}, {apart}, 0x1f, 0xffffffff;", f"max.u16x2 m{p}, m{p}, at;"]
+            lines += [f"shfl.sync.bfly.b32 at, m{p}, {other}, 0x1f, 0xffffffff;", f"max.u16x2 m{p}, m{p}, at;"]
     for p in passes[1:]:  # of its eight rows a thread computes the scale of one, and gets the others by shuffles
         lines += [f"setp.eq.u32 mine, c, {p};", f"selp.b32 m0, m{p}, m0, mine;"]
     lines += [*_largest("m0", kind), *SCALE, "selp.f32 inverse, inverse, 0f00000000, finite;"]
-    lines += ["{ .reg .b64 place;", "mad.lo.u32 at, c, 16, row;", "mad.wide.u32 place, at, 4, $2;"]
+    lines += ["{ .reg .b64 place;", "mad.lo.u32 at, c, 16, row;", f"mad.wide.u32 place, at, {4 * apart}, $2;"]
     lines += ["st.global.f32 [place], scale; }"]
     lines += ["shr.u32 to, c, 1;", "xor.b32 to, to, low;", "shl.b32 to, to, 4;", "and.b32 at, c, 1;"]
     lines += ["mad.lo.u32 to, at, 8, to;", f"mad.lo.u32 to, row, {ROW_BYTES}, to;", "add.u32 to, to, $1;"]

@@ -58,6 +58,10 @@ def quantize_rows(x, **_):
     return float8_quantize.rows(x)
 
 
+def quantize_for_the_wire(x, **_):
+    return float8_quantize.rows(x, by_row=True)
+
+
 def quantize_weights(w, **_):
     return float8_quantize.weights(w, product=True, gradient=True)
 
@@ -86,6 +90,7 @@ KERNELS = (
     clipped_swiglu,
     gelu,
     quantize_rows,
+    quantize_for_the_wire,
     quantize_weights,
     quantize_columns,
     quantize_both,

@@ -44,18 +44,18 @@ def drawn(kind):
 
 
 @pytest.mark.parametrize("kind", [ml_dtypes.bfloat16, np.float16])
-@pytest.mark.parametrize("use", ["rows", "columns", "columns over the tile"])
+@pytest.mark.parametrize("use", ["rows", "rows for the wire", "columns", "columns over the tile"])
 def test_rows_and_columns(kind, use):
-    x = drawn(kind)
+    x, by_rows, apart = drawn(kind), use.startswith("rows"), 3 if use == "rows for the wire" else 1
     shared = np.concatenate([halves(x), np.zeros(BLOCK * BLOCK, np.uint8)])
-    memory = np.zeros(BLOCK * 4, np.uint8)
+    memory = np.zeros(BLOCK * 4 * apart, np.uint8)
     over, kinds = use == "columns over the tile", float8_tile.GIVEN[np.dtype(kind).name]
     place = 0 if over else 2 * BLOCK * BLOCK
-    body = float8_tile._rows(kinds) if use == "rows" else float8_tile._columns(kinds, over)
+    body = float8_tile._rows(kinds, apart) if by_rows else float8_tile._columns(kinds, over)
     Machine((0, place, 0), shared, memory).run(body)
-    codes, scales = rule(x if use == "rows" else x.T)
+    codes, scales = rule(x if by_rows else x.T)
     np.testing.assert_array_equal(swizzled(shared[place : place + BLOCK * BLOCK].reshape(BLOCK, BLOCK)), codes)
-    np.testing.assert_array_equal(memory.view(np.float32), scales)
+    np.testing.assert_array_equal(memory.view(np.float32)[::apart], scales)
 
 
 @pytest.mark.parametrize("first", [0, 3])
