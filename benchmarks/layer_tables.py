@@ -93,7 +93,8 @@ def layers(content: dict[str, Any]) -> list[str]:
 
 
 def routed_mlp() -> str:
-    """Table of `benchmarks/layers/routed_mlp.py` on four GPUs: medians in us, and the layer's over the experts' own."""
+    """Table of `benchmarks/layers/routed_mlp.py` on four GPUs: medians in us, and the ratios of the layer's median to
+    those of its experts alone."""
     content = json.loads((RESULTS / "layer_h200x4.json").read_text())["moe_mlp"]
     rows = []
     for shape, found in content["us, median, least and most of a round"].items():

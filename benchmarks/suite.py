@@ -20,7 +20,8 @@ DECODE = "low-latency --deepseek-v3 --repeats 25 --unroll 20"
 SWEEP = f"sweep-sms {LARGE} --repeats 5"
 OWN = "--peers none --no-compare"
 PEERS = "padded all_to_all,all_gather + psum_scatter by token,ragged_all_to_all k=64"
-"""Not the slowest, `ragged_all_to_all k=1`, which would take a minute: `jax-best` times it."""
+"""Peers of the suite's larger commands. The slowest, `ragged_all_to_all k=1`, would take a minute; `jax-best` times
+it."""
 
 GPU = {
     "fp8 dispatch, bf16 combine": f"ops {LARGE} --dtype float8_e4m3fn --operations dispatch,combine --peers none",

@@ -152,7 +152,7 @@ def pytest_collection_modifyitems(config, items):
         missing = not_there([item.nodeid for item in items])
         if missing:
             raise pytest.UsageError(f"tests/support/thorough.py names tests that are not there: {missing}")
-    selected = yield  # by -m and -k
+    selected = yield  # -m and -k have selected when this comes back
     if config.option.share:
         kept = selections.share([item.nodeid for item in items], config.option.share)
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])

@@ -1,10 +1,10 @@
 """The steps that four GPUs of one host run for `gpu_check.py --steps four`, most important first within a part.
 
-Checks of a part run side by side. Timings compile beside them and measure one after the other when no check runs: both
-hold the file `context.lock`, checks together and a timing alone (benchmarks/lib/turns.py). On four H200 with 64 cores
-the checks of the first part took 270 s, and 200 s were too few for the timings of the next two; `nodes-nccl` takes
-longer than 220 s. Everything is two calls of ten minutes at least. With --small every step runs in seconds, on one GPU
-too: a rehearsal of the commands, whose figures say nothing.
+All chosen checks run side by side. Timings compile beside them and measure one after the other when no check runs: both
+lock the file `context.lock`, which checks share and a timing holds alone (benchmarks/lib/turns.py). On four H200 with
+64 cores the checks of the first part take 270 s, the timings of the next two more than 200 s, and `nodes-nccl` more
+than 220 s, so that everything needs at least two calls of ten minutes. With --small every step runs briefly, also on a
+machine with one GPU: this rehearses the commands, and its figures have no meaning.
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ Commands = list[list[str]]
 
 
 def tests(path: str, *chosen: str, small: str = "") -> Any:
-    """Returns the function that gives a command for each of `chosen`, words of pytest's -k, of which "" is every test.
-    `small` is what a rehearsal runs; without it a rehearsal collects the tests."""
+    """Returns a function that makes the commands of a step: one run of the file for each of `chosen`.
+
+    Args:
+      path: a file in tests/gpu.
+      *chosen: expressions for pytest's -k; "" runs every test of the file.
+      small: the expression for a rehearsal; with "" a rehearsal only collects the tests.
+    """
 
     def commands(context: Any) -> Commands:
         if context.small and not small:
@@ -47,6 +52,7 @@ NATIVE = {
 
 
 def compiled(context: Any, name: str, sources: str, objects: str = "") -> str:
+    """Returns the shell command by which nvcc makes the program `name` in the scratch folder of the run."""
     return f"nvcc -std=c++17 -O3 {TARGET} -I. {sources} {objects} -o '{context.scratch / name}'"
 
 
@@ -56,7 +62,7 @@ def link(context: Any) -> Commands:
 
 
 def native_programs(context: Any) -> Commands:
-    """Compiles the kernels for Hopper GPUs, then every program beside the others."""
+    """Compiles the kernels for Hopper GPUs, and then the programs of `NATIVE` side by side."""
     kernels = context.scratch / "kernels"
     lines = [f"cd '{ROOT}'; JOBS=32 tools/build_kernels.sh '{kernels}' {TARGET}"]
     objects = f"'{kernels}'/*.o"
@@ -69,7 +75,7 @@ def native(context: Any, name: str, *arguments: str) -> list[str]:
 
 
 def kernels_alone(context: Any) -> Commands:
-    """Small batches in CUDA graphs, then 4096, 128 and one token back to back."""
+    """Kernels without JAX: small batches in CUDA graphs, then 4096, 128 and one token in calls back to back."""
     few = native(context, "decode_variants", str(context.out / "kernels.json"), "short")
     return [few, native(context, "kernel_variants", "four")]
 
@@ -78,7 +84,7 @@ SMALL_SUITE = ("fp8 dispatch, bf16 combine", "decode 1")
 
 
 def suite(context: Any) -> Commands:
-    """Everything but the last entry, whose peers `jax_best` times."""
+    """The suite "gpu" without its last entry, "every peer": `jax_best` times these peers."""
     from benchmarks.suite import GPU
 
     command = python("benchmarks", "suite", "gpu", "--json", str(context.out / "ops.json"), "--lock", context.lock)
@@ -87,7 +93,8 @@ def suite(context: Any) -> Commands:
 
 
 JAX_SETTINGS = ("ours", "default", "one process per device", "user buffers")
-"""The settings of XLA under which JAX was ever fastest on four GPUs (docs/lab/benchmark_tables.md)."""
+"""The library, and each setting of XLA that makes JAX fastest in a row of the table for four GPUs
+(docs/lab/benchmark_tables.md)."""
 
 
 def jax_best(context: Any) -> Commands:
@@ -107,7 +114,7 @@ SHAPES = (
 
 
 def routed_mlp(context: Any, *options: str, name: str = "layers") -> Commands:
-    """Two processes, of two shapes each."""
+    """Two processes, each of which measures two shapes of `SHAPES`."""
     made = []
     for number, shapes in enumerate([SHAPES[0][1:]] if context.small else SHAPES):
         command = python("benchmarks.layers.routed_mlp", "--lock", context.lock, *options, "--only", *shapes)
@@ -131,7 +138,7 @@ WAYS = {
 
 
 def whole_layers(context: Any) -> Commands:
-    """The Flax layer beside JAX's own fastest way, and stacks of four."""
+    """A Flax layer beside the fastest way by JAX's own collectives, then stacks of four layers."""
     made = []
     for mode, repeats in (("layer", "5"), ("model", "3")):
         out = str(context.out / f"{mode}.json")
@@ -152,7 +159,7 @@ def train(context: Any) -> Commands:
 
 
 def decode_step(context: Any) -> Commands:
-    """Ten thousand replays of two batches; JAX's ways beside them."""
+    """Ten thousand replays of a decode step of each batch size, beside JAX's ways."""
     command = python("benchmarks", "decode-step", "--platform", "gpu", "--hidden", "7168", "--experts", "128")
     command += ["--top-k", "8", "--lock", context.lock, "--json", str(context.out / "decode_step.json")]
     if context.small:
@@ -179,7 +186,7 @@ NODES = (
 
 
 def node_processes(context: Any) -> Commands:
-    """A process a rank, with NCCL between virtual nodes."""
+    """One process for each rank, with NCCL between virtual nodes."""
     if context.gpus < 4:
         return tests("test_node_processes.py", small="2x1 and start_and_done and throughput")(context)
     of_modes = "every_case or start_and_done or every_subset"
@@ -188,7 +195,8 @@ def node_processes(context: Any) -> Commands:
 
 
 def slow_link(context: Any) -> Commands:
-    """Virtual nodes over a link of 50 GB/s, and what its puts alone take. On one GPU four ranks share it."""
+    """Operations between virtual nodes over a link of 50 GB/s, and puts alone over it. One GPU is shared by four
+    ranks."""
     made = []
     for per_node in (2, 1):
         given = ["--gpus", str(context.gpus), "--ranks", "4", "--per-node", str(per_node), "--rate", "50"]
@@ -215,14 +223,16 @@ def elastic(context: Any) -> Commands:
 
 LITTLE_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 UNTUNED = "--xla_gpu_autotune_level=0"
-"""For checks with XLA's own matmuls: XLA would time candidates for each, on GPUs that other checks use."""
+"""For checks with XLA's own matmuls: XLA would time candidates for each matmul, on GPUs that other checks use."""
 
 
 def check(part: int, name: str, seconds: float, commands: Any, about: str, **changed: str) -> Step:
+    """Returns a step of tests, which runs beside other checks; `changed` are further environment variables."""
     return Step(f"four{part}-{name}", seconds, commands, False, LITTLE_MEMORY | changed, about, together=True)
 
 
 def timing(part: int, name: str, seconds: float, commands: Any, about: str, turn: str = "own") -> Step:
+    """Returns a step that measures; its `turn` is that of `tools.steps.Step`."""
     return Step(f"four{part}-{name}", seconds, commands, False, LITTLE_MEMORY, about, together=turn == "own", turn=turn)
 
 
@@ -261,7 +271,10 @@ STEPS = (
 
 
 def chosen(words: str) -> list[Step]:
-    """The steps of "four" (all), "four1" to "four5" (a part), or of names, between commas.
+    """Returns the steps that `words` names, in the order of `STEPS`.
+
+    Args:
+      words: words between commas: "four" (all steps), "four1" to "four5" (a part), or the name of a step.
 
     Raises:
       SystemExit: a word is none of these.

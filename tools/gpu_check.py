@@ -42,6 +42,16 @@ GPU_ENVIRONMENT = {"JAX_PLATFORMS": "cuda", "PYTHONUNBUFFERED": "1"}
 
 @dataclasses.dataclass(frozen=True)
 class Context:
+    """What the commands of a step depend on.
+
+    Attributes:
+      out: the folder that gets figures and outcomes.
+      gpus: number of GPUs.
+      build: "auto", "always" or "never", as --build says.
+      scratch: a folder that is removed when the run ends.
+      small: True for a rehearsal of `four_steps`.
+    """
+
     out: pathlib.Path
     gpus: int
     build: str
@@ -225,11 +235,15 @@ def count_gpus() -> int:
 
 
 MOST_OF_A_REHEARSAL = 45.0
-"""Seconds of a check with --small."""
+"""Seconds that a check has with --small."""
 
 
 def run_four(steps: list[Step], context: Context, seconds: float, log: TextIO) -> int:
-    """Runs steps of `four_steps` side by side; returns the number of steps that failed."""
+    """Runs steps of `four_steps` within `seconds`, as their turns say; returns the number of steps that failed.
+
+    Raises:
+      SystemExit: there are fewer than four GPUs, without --small.
+    """
     if context.gpus < 4 and not context.small:
         raise SystemExit(f"{context.gpus} GPU(s): --steps four needs four of one host; --small rehearses it on fewer")
     began, outcomes = time.monotonic(), []

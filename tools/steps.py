@@ -20,10 +20,12 @@ class Step:
     """Commands with a time limit in seconds.
 
     Attributes:
-      default: part of a run that names no steps.
-      together: the commands run side by side, and all of them to their end.
-      turn: of `side_by_side`: "first", before all others; "shared", beside other steps; "alone", while no other runs;
-        "own", the commands wait for their turn themselves.
+      default: True for a step of a run that names no steps.
+      together: True if the commands run side by side, each of them to its end; False if they run one after another, and
+        a failed one is the last.
+      turn: when `side_by_side` runs the step: "first", before all others; "shared", beside other steps that share;
+        "alone", while no such step runs and no timing measures; "own", beside all of these, with commands that take
+        turns by themselves (--lock).
     """
 
     name: str
@@ -51,6 +53,7 @@ class Outcome:
 
 
 WRITING = threading.Lock()
+"""Held while a command's output is written to the log, since commands and steps may run side by side."""
 TEST_LINE = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)", re.MULTILINE)
 KILLED = "killed at its limit"
 HUNG = "hung"
@@ -65,7 +68,10 @@ def run_step(
     environment: dict[str, str],
     hangs: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """Runs the step's commands one after another within `seconds`; `hangs()` becoming true ends them at once."""
+    """Runs the step's commands within `seconds`, one after another or, with `step.together`, side by side.
+
+    A command ends at once when `hangs()` becomes true. Output and status of every command go to `log`.
+    """
     began = time.monotonic()
     status, text = "passed", ""
 
@@ -111,12 +117,13 @@ def run_step(
 
 
 STAGGER = 40.0
-"""Seconds."""
+"""Seconds by which timings start later than checks in `side_by_side`, unless all checks end earlier."""
 
 
 @contextlib.contextmanager
 def turn(path: str, kind: str) -> Iterator[None]:
-    """Holds the lock of `benchmarks.lib.turns`: with all others of the kind "shared", or "alone"; else nothing."""
+    """Locks the file `path`, as `benchmarks.lib.turns` does, while the context lasts: "shared" together with other
+    holders of this kind, "alone" without any other holder. Other kinds lock nothing."""
     if kind not in ("shared", "alone"):
         yield
         return
@@ -126,10 +133,11 @@ def turn(path: str, kind: str) -> Iterator[None]:
 
 
 def side_by_side(steps: list[Step], seconds: float, run: Callable[[Step, float], None], lock: str) -> None:
-    """Calls `run(step, seconds that it has)` for all steps, in threads.
+    """Calls `run(step, limit in seconds)` for each step: first those whose turn is "first", then the others in threads.
 
-    Steps whose turn is "own" start `STAGGER` later than checks: programs that start at once, and see all GPUs, wait for
-    one another in the driver.
+    Steps whose turn is "own" or "alone" start up to `STAGGER` later than those that share: programs that see all GPUs
+    and start at the same time wait for one another in the driver. `lock` is the file of `turn`; a limit ends with the
+    step's own `seconds` or with those of the whole call, whichever is less.
     """
     began = time.monotonic()
     shared = [step for step in steps if step.turn == "shared"]
@@ -147,7 +155,7 @@ def side_by_side(steps: list[Step], seconds: float, run: Callable[[Step, float],
             one(step)
     with futures.ThreadPoolExecutor(max(1, len(steps))) as pool:
         waiting = [pool.submit(one, step) for step in shared]
-        holding.wait()  # all checks hold the lock: nothing is measured before they have ended
+        holding.wait()  # all checks hold the lock: no timing measures before they have ended
         futures.wait(waiting, STAGGER)
         for future in [*waiting, *(pool.submit(one, step) for step in others)]:
             future.result()

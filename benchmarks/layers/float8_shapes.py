@@ -142,7 +142,8 @@ def programs(name: str) -> tuple[Callable[[], Any], dict[str, tuple[Callable[...
         return run
 
     def once(function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `with_gradients(function)` by codes of the weights, the last operand."""
+        """Returns `with_gradients(function)` with weights that are quantized already: their codes are its last
+        operand."""
 
         def run(*operands: Any) -> Any:
             *given, codes = operands

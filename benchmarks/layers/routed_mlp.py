@@ -52,7 +52,7 @@ NAMES = ("gate", "up", "down")
 
 
 class Programs:
-    """A shape's operands, and its programs by (what, way). `in_float8`: its experts are in fp8."""
+    """A shape's operands, and its programs by (what, way). With `in_float8` the experts and the wire are in fp8."""
 
     def __init__(self, shape: Shape, tokens: int, in_float8: bool = False) -> None:
         hidden, width, self.experts, top_k, biased = shape

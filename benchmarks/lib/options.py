@@ -77,7 +77,7 @@ def several_thread_blocks(add: Add) -> None:
 
 
 def lock(add: Add) -> None:
-    """Turns of processes that compile side by side."""
+    """Turns of processes that compile side by side and measure one after the other."""
     add("--lock", metavar="FILE", help="hold this file's lock while measuring: others may compile meanwhile")
 
 

@@ -21,8 +21,10 @@ def queued(
     repeats: int,
     wait: Callable[[Any], Any] = jax.block_until_ready,
 ) -> list[float]:
-    """Microseconds a call of `calls` queued at once, after a call that does not count: one entry a repeat. `wait` waits
-    for the result of a call and for those before it."""
+    """Returns the time of a call in us, one entry for each repeat, in which `calls` calls are queued at once.
+
+    A call before the first repeat is not timed. `wait(result)` returns when this call and all earlier ones have ended.
+    """
     wait(program(*operands))
     taken = []
     for _ in range(repeats):

@@ -1,11 +1,11 @@
 """`python -m benchmarks jax-best`: the library beside JAX's own collectives, each tuned as well as XLA's flags allow.
 
 Every setting of `jax_settings` runs in a process of its own with a time limit, and writes its figures as they come, so
-that a process that hangs or dies loses only its missing figures, and is reported as such. With --lock it may wait long
-for its turn, and has no limit but that of all settings. In a process the round trip
-of every peer comes first, in the tokens' own dtype. The fastest peers, and those of a user who does not tune, are then
-timed further: dispatch and combine alone, and all operations with fp8 rows, as far as `--peer-operations` asks for
-them. A peer that a setting cannot run is listed with its error, and the next peers go on.
+that a process that hangs or dies loses only its missing figures, and is reported as such. With --lock a process may
+wait long for its turn, so that only the limit of all settings ends it. In a process the round trip of every peer comes
+first, in the tokens' own dtype. The fastest peers, and those of a user who does not tune, are then timed further:
+dispatch and combine alone, and all operations with fp8 rows, as far as `--peer-operations` asks for them. A peer that a
+setting cannot run is listed with its error, and the next peers go on.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
             document["left_out"].append(name)
             continue
         report.progress(f"== {name}, {limit:.0f} s at most")
-        # Several processes wait for one another on the devices, so that they cannot take turns each by itself.
+        # Processes of one device each wait for one another in a collective, so that the parent takes the turn for all.
         with turns.alone(options.lock if SETTINGS[name].process_per_device else None):
             entry, head = run_in_processes(name, options, limit)
         document["settings"][name] = entry | {

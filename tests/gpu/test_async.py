@@ -30,7 +30,7 @@ class StartAndDone(conformance.Conformance):
         monkeypatch.setattr(xm, "combine", lambda *a, **k: xm.combine_done(xm.combine_start(*a, **k)))
         yield
         if request.node.name.startswith("test_dispatch_and_combine"):
-            assert launched(1) > 0  # asynchronous operations have memory of their own
+            assert launched(1) > 0  # the halves ran: asynchronous operations have memory of their own
 
 
 def launched(channel: int) -> int:

@@ -30,8 +30,8 @@ PATIENT = xm.KernelConfig(backend="cuda", timeout_s=120.0)
 
 @pytest.fixture
 def mesh(gpu_mesh):
-    """A mesh over four GPUs where there are, else two; afterwards everything is usable again, whichever part the test
-    has broken."""
+    """A mesh over four GPUs where the machine has them, else over two. Afterwards a reset must make everything usable
+    again, whatever the test has broken."""
     mesh = gpu_mesh((4 if len(jax.devices()) >= 4 else 2,), ("ep",))
     yield mesh
     cuda.reset()
@@ -166,7 +166,7 @@ def a_gathered_matmul(x, idx, weights, config):
 
 
 def a_layer_in_float8(x, idx, weights, config):
-    """Experts in fp8, by kernels: rows that did not come have NaN for scales, and so has every product of them."""
+    """Experts in fp8, by kernels: rows that did not come have NaN as scales, so that all their products are NaN."""
     local, hidden = programs.SIZES.experts // jax.lax.axis_size("ep"), x.shape[1]
     matrix = jnp.ones((local, hidden, hidden), jnp.bfloat16) / hidden
     at = {"num_experts": programs.SIZES.experts, "axis_name": "ep", "config": config}

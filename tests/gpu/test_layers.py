@@ -1,4 +1,5 @@
-"""Whole Flax layers on one, two and four GPUs: outputs and gradients of the dense layer, bits of plain JAX's way."""
+"""Whole Flax layers on one, two and four GPUs: outputs and gradients are those of a dense layer, and bits are those of
+the reference backend."""
 
 from __future__ import annotations
 

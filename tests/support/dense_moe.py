@@ -1,6 +1,7 @@
 """A dense MoE in plain `jnp`, written from the papers and not from the library: every expert sees every token.
 
-Each function is one program: operation by operation XLA compiles each of them, and takes ten times as long.
+Each function is jitted as one program: run operation by operation, XLA would compile every operation by itself, which
+takes ten times as long.
 """
 
 import functools

@@ -70,11 +70,11 @@ def signals_like_libtpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def of_layers_alone() -> Iterator[None]:
-    """Inside this context, what is compiled has `quick` kernels of experts and whole layers, and plain JAX in the place
-    of those of `dispatch`, `combine` and the other operations.
+    """Inside this context, programs are compiled with `quick` kernels of experts and whole layers, and with plain JAX
+    in the place of the kernels of `dispatch`, `combine` and the other operations.
 
-    Both give the same bits, to which the conformance suite holds them. A backward pass has half a dozen of them, and
-    they take XLA three times as long as all the rest of a layer.
+    The conformance suite holds these kernels and plain JAX to the same bits. A backward pass has half a dozen such
+    kernels, and XLA compiles them three times as long as the rest of a layer.
     """
     chosen = backends.for_lowering
     backends.for_lowering = lambda *_: backends.load("reference")
@@ -105,11 +105,13 @@ def clean(capfd: Any) -> Iterator[None]:
 
 
 WAYS = (("float32", "on_wait"), ("bfloat16", "eager"), ("float32", "eager"), ("bfloat16", "on_wait"))
+"""A dtype, and the moment at which the interpreter runs DMAs."""
 
 
 def in_turn(cases: Iterable[str], ways: int) -> list[Any]:
-    """Parameters (case, dtype, DMA mode) of a test: each case in all of `WAYS`, of which all but `ways` are slow. The
-    cases take turns with them, so that every way is one of some case's."""
+    """Returns a test's parameters (case, dtype, DMA mode): each case with all of `WAYS`, of which `ways` run in
+    `make test` and the others are marked slow. The first way moves on from case to case, so that `make test` runs every
+    way with some case."""
     params = []
     for number, name in enumerate(cases):
         for turn in range(len(WAYS)):

@@ -81,7 +81,7 @@ class Quantizers:
     """`float8_quantize` in plain JAX.
 
     Attributes:
-      calls: how often weights were quantized since `in_the_kernels_place` began.
+      calls: number of arrays of weights that were quantized since `in_the_kernels_place` began.
     """
 
     calls = 0

@@ -24,7 +24,8 @@ def only(array, mask):
 
 
 def unspecified(array, sizes, into=None, number=0):
-    """NaN past the last group; with `into`, the rows of its array that no group has."""
+    """Returns `array` with NaN in the rows past the last group; with `into`, rows of no group are those of its array
+    `number`."""
     if into is not None:
         mine = groups_of(sizes, array.shape[0], into.first_row).any(axis=0)
         return jnp.where(mine[:, None], array, into.arrays[number].astype(array.dtype))

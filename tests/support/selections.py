@@ -1,7 +1,8 @@
 """Selects the tests that are C++ alone or need another library, which have targets of their own: their folder decides,
 and conftest.py marks them.
 
-Everything else is in `make test`, `make test-thorough` or `make test-slow`, by the tables of `thorough.py`.
+Everything else is in `make test`, `make test-thorough` or `make test-slow`, by the tables of `thorough.py`. `share`
+says which cases `make test` runs on a second version of jax.
 """
 
 KERNELS = ("native/",)
@@ -17,7 +18,8 @@ OF_ONE_JAX = (
     *("tools/test_installation", "tools/test_node_check", "tools/test_oracle", "tools/test_selections"),
     "tools/test_tpu_check",
 )
-"""What measures and checks the library, or needs accelerators: CI runs it on one version of jax."""
+"""Beginnings of paths in tests/: tests of benchmarks and tools, and tests that need accelerators. CI runs them on one
+version of jax."""
 
 
 def marks(nodeid: str) -> list[str]:
@@ -27,7 +29,8 @@ def marks(nodeid: str) -> list[str]:
 
 
 def share(nodeids: list[str], of: int) -> set[str]:
-    """Of every test the first case and each `of`th one after it, without `OF_ONE_JAX`: `make test` on a second version.
+    """Returns the tests that run on a second version of jax (`--share`): none of `OF_ONE_JAX`, and of every other test
+    its first case and each `of`th one after it, in the order of `nodeids`. A test without parameters is one case.
 
     What another version breaks is a function of jax, or what XLA makes of it, and each test calls the same ones in all
     of its cases. The library's own arithmetic, by which cases differ, has met all of them on the first version.

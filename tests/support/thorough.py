@@ -322,7 +322,7 @@ THOROUGH = (
 )
 
 SLOW = (  # the rest of matrices of which CI runs every kind: layouts, meshes, axis types, routers
-    # a matrix of routers and meshes, of which each router runs in CI
+    # a matrix of routers and meshes, of which CI runs each router on some mesh
     "flax/test_forward.py::test_equals_dense[uneven-dp x ep]",
     "flax/test_forward.py::test_equals_dense[uneven-explicit]",
     "flax/test_forward.py::test_equals_dense[softmax-dp x ep]",

@@ -22,13 +22,14 @@ def context(tmp_path: pathlib.Path, small: bool = False) -> gpu_check.Context:
 
 
 def test_a_timing_runs_while_no_check_runs(tmp_path):
-    """Checks run at once, and timings by their own lock or by that of the check before and after one another."""
+    """Checks run side by side. Timings, which lock the file themselves or are locked by `side_by_side`, run after all
+    checks and one after the other."""
     lock, at, mutex = str(tmp_path / "lock"), {}, threading.Lock()
     both = threading.Barrier(2)
 
     def run(step: steps.Step, seconds: float) -> None:
         if step.turn == "shared":
-            both.wait(10)  # or they do not run side by side
+            both.wait(10)  # raises unless both checks run side by side
         with turns.alone(lock if step.turn == "own" else None):
             began = time.monotonic()
             time.sleep(0.1)
@@ -61,7 +62,7 @@ def test_steps_are_chosen_by_part_and_by_name():
 
 
 def test_every_selection_finds_tests(tmp_path):
-    """Each -k of the steps, against the names of all GPU tests."""
+    """Every expression that a step gives to -k finds a name among those of the GPU tests in its file."""
     listed = subprocess.run(
         [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests/gpu"],
         cwd=ROOT,

@@ -70,13 +70,13 @@ PLANTED = [  # file, what is put into it, and the contract that this breaks
     ("../benchmarks/ops/overlap.py", "from xen_moe_jax.transfer import _wire", "transfer is a closed room"),
 ]
 SAID = {"tuning/workload.py": "No cycles are allowed in xen_moe_jax.tuning.", "stray.py": "- xen_moe_jax.stray"}
-"""Of a circle and of a module without a layer; of the rest the import is named."""
+"""The linter's words for a circle and for a module without a layer; for the other breaks it names the import."""
 
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory):
-    """Sections of what is said of a copy with all of `PLANTED` in it: one for each broken contract, without the breaks
-    of its lines."""
+    """The linter's report on a copy of the package that holds all of `PLANTED`: a section for each broken contract, as
+    a single line."""
     package = copy_of_the_package(tmp_path_factory.mktemp("planted"))
     (package / "stray.py").touch()
     for file, line, *_ in PLANTED:

@@ -207,8 +207,9 @@ def test_balance_pays_where_the_busiest_rank_has_many_rows_more():
 
 
 MEASURED = {(0.0, 64): 0.68, (1.1, 64): 2.06, (1.5, 64): 2.21, (0.0, 32): 4.88}
-"""(Zipf exponent, experts that tokens name) -> ms that `balance="exact"` with lent weights takes more than uniform
-routing in a forward pass: 2 x H200, 4096 tokens of 4096 a rank, top-8 of 64 experts of 1536 (docs/lab/layers.md)."""
+"""(Zipf exponent, experts that tokens name) -> ms by which a forward pass with `balance="exact"` and lent weights takes
+longer than with uniform routing: 2 x H200, 4096 tokens of 4096 a rank, top-8 of 64 experts of 1536
+(docs/lab/layers.md)."""
 
 
 @pytest.mark.parametrize(("exponent", "named"), MEASURED)

@@ -25,12 +25,13 @@ SPECS = (RANK_SPEC, POOL_SPEC, POOL_SPEC)
 
 
 def rank_spec(mesh: Mesh) -> PartitionSpec:
-    """`RANK_SPEC` on a mesh that may have a slow axis in front of `AXIS`: all axes together split the ranks."""
+    """Returns the spec of arrays of all ranks, sharded over their leading axis: `RANK_SPEC`, or, where the mesh has a
+    slow axis in front of `AXIS`, a spec whose axes split the ranks together."""
     return RANK_SPEC if mesh.axis_names == (AXIS,) else PartitionSpec(mesh.axis_names)
 
 
 def specs(mesh: Mesh) -> tuple[PartitionSpec, ...]:
-    """`SPECS` on such a mesh."""
+    """Returns the specs of `Inputs.arrays()` on a mesh: `SPECS`, or those of `rank_spec` where it has a slow axis."""
     return SPECS if mesh.axis_names == (AXIS,) else (rank_spec(mesh), *[PartitionSpec(None, mesh.axis_names)] * 2)
 
 

@@ -145,7 +145,8 @@ def apply_experts(work: Workload, routed: Any, rows: jax.Array, experts: Experts
 def own_dispatch(
     work: Workload, caps: Capacities, config: xm.KernelConfig, name: str, dispatch: Callable[..., Any] = xm.dispatch
 ) -> Program:
-    """dispatch alone, or another form of it that takes the same arguments; layout work is part of it."""
+    """Returns a program of dispatch alone, layout work included. `dispatch` may be another function that takes the
+    arguments of `xm.dispatch`."""
     arguments = dispatch_arguments(work, caps, config)
 
     def prepare(x, topk_idx, topk_weights):
@@ -191,8 +192,8 @@ def own_combine(
     dispatch: Callable[..., Any] = xm.dispatch,
     combine: Callable[..., Any] = xm.combine,
 ) -> Program:
-    """combine alone, weighted where the layout allows, of the rows that a dispatch of the first routing brought; or
-    other forms of both that take the same arguments."""
+    """Returns a program of combine alone, weighted where the layout allows, of rows that a dispatch of the first
+    routing brings. `dispatch` and `combine` may be other functions that take the arguments of those of `xm`."""
     # the expert outputs are in the compute dtype, independent of the tokens' wire
     arguments = dispatch_arguments(work, caps, config) | {"wire": None}
 

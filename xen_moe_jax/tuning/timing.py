@@ -127,7 +127,8 @@ def compile_only(
 
 
 def preparing(program: Program, problem: Problem) -> tuple[Any, Any]:
-    """Returns the jitted function that prepares the operands of a program, and their shapes."""
+    """Returns the jitted function that prepares a program's operands from `problem.inputs.arrays()`, and the operands'
+    shapes, dtypes and shardings."""
 
     def first(x, idx_pool, weights_pool):
         return program.prepare(x, idx_pool[0], weights_pool[0])
@@ -139,7 +140,8 @@ def preparing(program: Program, problem: Problem) -> tuple[Any, Any]:
 
 
 def compile_single(program: Program, problem: Problem) -> Any:
-    """Compiles a single call."""
+    """Returns the compiled program of a single call, without the loop of `compile_only`: its memory is that of the
+    operation alone."""
 
     def single(prepared, topk_idx, topk_weights):
         carry = program.initial(prepared, topk_idx, topk_weights)
