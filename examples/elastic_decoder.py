@@ -42,6 +42,7 @@ def make_checkpoint(folder: pathlib.Path) -> None:
 
 
 def load_dense(folder: pathlib.Path) -> dict:
+    """Returns the weights that every rank has, by name: all but those of the experts."""
     import numpy as np
 
     with np.load(folder / "dense.npz") as file:

@@ -117,6 +117,7 @@ class Rank:
 
     @staticmethod
     def note_compilation(event: str, seconds: float, **_: object) -> None:
+        """Listens to JAX's events after the warm-up; raises RuntimeError for a compilation."""
         if event == "/jax/core/compile/backend_compile_duration":
             raise RuntimeError(f"something was compiled after the warm-up, for {seconds:.1f} s")
 
@@ -183,14 +184,15 @@ class Rank:
                 self.ending = True
                 self.front.send(("ending",))
                 continue
-            if message[0] == "plan":  # for all ranks; the group tells them
+            if message[0] == "plan":  # for all ranks: the group tells the others
                 self.group.rebalance(xm.balance.from_experts(message[1], EXPERTS))
                 continue
             self.rows[self.rows.index(None)] = Row(*message)
         return True
 
     def adopt(self, change, step: int, began: float) -> int:
-        """Loads the experts that `change.fetch` names; returns the step to run."""
+        """Loads the experts that `change.fetch` names, and tells the front of the change. Returns the step to run.
+        `step`: the step that this rank was to run. `began`: when this rank stopped for the change."""
         for slot, expert in change.fetch:
             self.put_expert(slot, expert)
         self.now_members()
@@ -380,7 +382,8 @@ class Front:
 
     def rebalance(self) -> None:
         """Plans for the present members which rank holds which experts, from the tokens that were counted since the
-        last plan, and gives the plan to one of them. Does nothing where nothing was counted, or too few are left."""
+        last plan, and gives the plan to one member. Does nothing where no token was counted, or where the members have
+        too few slots for all experts."""
         import numpy as np
 
         import xen_moe_jax as xm
@@ -393,7 +396,7 @@ class Front:
         rows = [np.append(self.counts / np.maximum(one.num_replicas, 1), 0)[one.experts].sum(axis=1) for one in both]
         self.note("plan", [float(one.max() / one[alive].mean()) for one in rows])
         self.counts = [0] * EXPERTS
-        with contextlib.suppress(OSError):  # it has ended: the caller asks again
+        with contextlib.suppress(OSError):  # that rank has ended: the caller plans again
             self.links[min(self.members)].send(("plan", plan.experts.tolist()))
 
     def done(self) -> bool:

@@ -39,7 +39,8 @@ void BindIpc(nb::module_& m) {
       Needs needs;
       std::string handles[2];
       uint32_t epoch = 0;
-      const bool made = WithoutGil([&] {  // all of it waits for the driver, and throws MemoryError
+      // The calls wait for the driver, and may throw MemoryError, which becomes a RuntimeError here.
+      const bool made = WithoutGil([&] {
         const auto shown = workspace->Shown(&needs);
         if (shown.first == nullptr) return false;
         handles[0] = ShowIpc(shown.first);

@@ -39,8 +39,9 @@ void TicketOrder::Clear() {
 void Votes::Check(const std::string& what) const {
   for (size_t process = 0; process < votes.size(); ++process) {
     if (votes[process].ok() || std::count(gone.begin(), gone.end(), static_cast<int>(process))) continue;
+    // A process of an elastic.Group agrees alone: its vote is the only one, and 0 is not its number in the group.
     std::string where;
-    if (votes.size() > 1) {  // else the process is alone (an elastic.Group), and this is its vote, whatever its number
+    if (votes.size() > 1) {
       where = " in process " + std::to_string(process) + ", so every process leaves its memory as it was";
     }
     throw MemoryError{true, "xen_moe_jax: " + what + " failed" + where + ": " + votes[process].error};

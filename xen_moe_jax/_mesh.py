@@ -38,7 +38,7 @@ def group_of(axis_name: tuple[str, ...]) -> Any:
 
 
 def group_failure() -> str:
-    """Returns why a group of this process has failed, or "". Kernels' failures are those of their backend."""
+    """Returns why a group of this process has failed, or "". The backend of the kernels tells of their failures."""
     for group in _groups.values():
         if group.failed:
             return group.failed

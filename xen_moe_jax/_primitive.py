@@ -222,7 +222,8 @@ def _masked(
 
 
 def _noted(run: Callable, group: Any, operation: str, avals: Sequence[Any], params: dict[str, Any]) -> Callable:
-    """In a group: notes the operation, because processes of a group compare theirs."""
+    """Returns `run` for a group: while it is traced, it notes the operation (`Group.note`), because a process that
+    joins compares its operations with those of the group."""
 
     def noted(*operands: Any) -> Any:
         arrays = " ".join(f"{aval.dtype.name}{list(aval.shape)}" for aval in avals)

@@ -5,13 +5,14 @@
     JAX_PLATFORMS=cpu python benchmarks/layers/group_step.py --ranks 2 --host
 
 Each line has a size of the decoder and microseconds a step on rank 0, medians over `REPEATS` runs of `STEPS` steps, in
-which the loops of a process take turns, each first as often as last: "job" is a job with experts at home, "job, placed"
-has the placement, "job, masked" has `active`, too, as operations in a group must, "group, bare" is the group's program
-without what a loop in a group adds, and "group" has `boundary` and `check` around every step, as the server has; both
-have the thread that looks after the members. A step ends when its tokens are on the host. "boundary and check" is the
-time of these two calls alone, in the loop, where caches are cold: the median over all steps. `cost` is the median over
-the repeats of "group" over "group, bare", which a busy machine blurs, and `calls` the share of the two calls in the
-latter. In the job the exchange is that of one process per GPU (NVSHMEM); in the group it is CUDA IPC memory.
+which the loops of a process take turns, each first as often as last: "job" is a job with experts at home; "job, placed"
+has the placement; "job, masked" has `active` in addition, as operations in a group must; "group, bare" is a group's
+program without the two calls that a loop in a group adds; and "group" has these calls, `boundary` and `check`, around
+every step, as the server has. In both loops of a group a thread looks after the members. A step ends when its tokens
+are on the host. "boundary and check" is the time of the two calls alone, in the loop "group", where caches are cold:
+the median over all steps. `cost` is the median over the repeats of "group" divided by "group, bare", which a busy
+machine blurs; `calls` is "boundary and check" divided by "group, bare". In the job the exchange is that of one process
+per GPU (NVSHMEM); in the group it is CUDA IPC memory.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def example(size: str) -> Any:
-    """The module of the decoder, with these dimensions."""
+    """Returns the module of the decoder, with the dimensions that `SIZES` has for this size."""
     spec = importlib.util.spec_from_file_location("elastic_decoder", ROOT / "examples" / "elastic_decoder.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -97,7 +98,8 @@ def inputs(serve: Any) -> tuple[Any, Any, Any]:
 
 
 def in_a_group(size: str, rank: int, ranks: int, folder: str, host: bool) -> dict[str, list[float]]:
-    """Runs the loops "group" and "group, bare" on one rank; returns what `times_of` does."""
+    """Runs the loops "group" and "group, bare" on one rank. Returns their times as `times_of` does, and under "boundary
+    and check" the microseconds of these two calls in each step of the loop "group"."""
     import jax
     import numpy as np
 
@@ -140,7 +142,7 @@ def in_a_group(size: str, rank: int, ranks: int, folder: str, host: bool) -> dic
 
 
 def in_a_job(size: str, rank: int, ranks: int, port: str, host: bool) -> dict[str, list[float]]:
-    """Runs the loops of a job on one rank; returns what `times_of` does."""
+    """Runs the loops "job", "job, placed" and "job, masked" on one rank; returns what `times_of` does."""
     import jax
     import jax.numpy as jnp
     import numpy as np

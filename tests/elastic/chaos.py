@@ -96,7 +96,7 @@ def _member(
         for rank in range(slots):
             assert (gathered[rank] == (array_of(step, rank) if active[rank] else 0)).all(), (step, rank, gathered)
             assert (scattered[rank] == (array_of(step, rank, slot) if active[rank] else 0)).all(), (step, rank)
-        if rng.random() < 0.02:  # also while another change is on its way, or another member wants another one
+        if rng.random() < 0.02:  # also while a change is on its way, or another member asks for another placement
             group.rebalance(balance.plan(rng.choices(range(9), k=EXPERTS), slots, SLOTS_OF_A_RANK, alive=active))
         step += 1
         own[COMMITTED], own[WHEN] = step, time.monotonic_ns()

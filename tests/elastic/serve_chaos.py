@@ -58,9 +58,9 @@ def run(
       ranks that were told to end. Lists of seconds: pause_s, from a kill to the next token; ready_s, from a rank's
       start to its being ready; let_in_s, from a newcomer's being ready to its first step; stopped_s, for which the
       other ranks stopped for it; planned_s, for which ranks stopped to place the experts anew; agreed_s, from a failed
-      step to the next one. With `stops` also left_out_s, from the stop of a rank without which the others went on to
-      the next token, and the numbers stops and starved: of the latter, ranks that were not stopped, and without which
-      the others went on all the same.
+      step to the next one. With `stops` also left_out_s, from the stop of a rank to the next token of the others, which
+      went on without it; and the numbers stops, left_out and starved: ranks that were stopped, ranks of these without
+      which the others went on, and ranks that were not stopped and without which the others went on all the same.
 
     Raises:
       RuntimeError: a rank ended by itself, or no token came for 60 s.

@@ -59,8 +59,8 @@ def steps(group, start_with):
 
 
 def count_steps(folder, slot, start_with, words, timeout_s, returns):
-    """Runs a rank that counts its steps in `words[2 * slot]`, and in the next word how often it was evicted. One that
-    `returns` comes in again: on a busy machine the others may leave it out before it is its turn."""
+    """Runs a rank that counts its steps in `words[2 * slot]`, and in the next word how often it was evicted. With
+    `returns` it then comes in again: on a busy machine the others may leave a rank out that the test did not stop."""
     while not words[2 * slot + 1] or returns:
         name = f"ep{words[2 * slot + 1]}"
         with contextlib.suppress(elastic.Evicted):

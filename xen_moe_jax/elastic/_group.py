@@ -121,7 +121,7 @@ class Group:
         self._base = self.placement = placement
         self._wanted: Placement | None = None
         self._operations: set[str] = set()
-        self.failed = ""  # why an operation has failed, kernels apart
+        self.failed = ""  # why an operation has failed; failures of kernels are in their own records
         self._failing = threading.Lock()
         self._closed = False
         self._kernels: Members | None = None
@@ -207,8 +207,8 @@ class Group:
           step: number of the step that this process runs next.
 
         Returns:
-          `Change`, also where only the placement changes (`rebalance`); None where nothing has changed, which takes the
-          reading of three words of memory.
+          `Change`, also where only the placement changes (`rebalance`); None where nothing has changed. To find that
+          out, it reads three words of memory.
 
         Raises:
           elastic.Evicted: the other members have gone on without this process.
@@ -226,14 +226,16 @@ class Group:
         return self._settle(step, self._wanted)
 
     def rebalance(self, placement: Placement) -> None:
-        """Lets all members hold the experts as `placement` says, from one of the next steps on. Waits for nothing: a
-        `Change` of every member then names what it must load. One member calls it, any one, and does so again where it
-        died before.
+        """Asks for another placement: from one of the next steps on, all members hold the experts as `placement` says.
+        The call waits for nothing. Later every member gets a `Change` from `boundary` or `recover`, whose `fetch` names
+        the experts that this member must load. Any one member makes the call; if it ends before that `Change`, another
+        member has to make it again. If several members ask, each placement gets a `Change` of its own.
 
         Args:
           placement: of the same experts, ranks and slots as that of the group, such as `balance.plan` for the members
-            (`alive=group.active()`). Ranks that are no members hold nothing, and an expert that no member would hold is
-            given to one, as by `balance.repair`.
+            (`alive=group.active()`). Ranks that are no members hold nothing. A member without any expert in it gets
+            those that its rank holds when it comes, and an expert that no member would hold is given to one, as by
+            `balance.repair`.
 
         Raises:
           TypeError, ValueError: `placement` is not such a placement, or the group was opened without one.
@@ -272,14 +274,15 @@ class Group:
         return self._settle(step)
 
     def _settle(self, step: int, wanted: Placement | None = None) -> Change:
-        """Arrives at the newest proposal as a member that is to run `step` next, and adopts the view that follows, in
-        which the experts are to be as in `wanted`, if that is given."""
+        """Arrives at the newest proposal as a member that is to run `step` next, and adopts the view that follows.
+        `wanted`: the placement for which this member has asked, if it is to count in that view; None for no request.
+        """
         given = self.placement if wanted is None else wanted
         share = b"" if given is None else np.asarray(given.experts, np.int32).tobytes()
         step = _validate.integer(step, "step", "elastic.Group", minimum=0)
         with self._changing:
             settled = self._membership.settle(step, share, wanted=wanted is not None)
-            if wanted is not None and settled.share == share:
+            if wanted is not None and settled.share == share:  # else another member's counts: ask again for this one
                 self._wanted = None
             return self._adopt(settled)
 
@@ -340,11 +343,12 @@ class Group:
         return np.zeros(x.shape if kind == "scatter" else (self.num_ranks, *x.shape), x.dtype)
 
     def note(self, operation: dict[str, Any]) -> None:
-        """Notes an operation of a program that is being compiled. `join` compares all of them with the group's, but for
-        what may differ between processes: the axis' name and the time limit.
+        """Notes an operation of a program that is being compiled. `join` compares the noted operations with those of
+        the group, but for two parameters that may differ between processes: the name of the axis and the time limit.
 
         Args:
-          operation: name and static parameters, by name; those of dataclasses count one by one.
+          operation: name of the operation ("operation") and its static parameters, by name. The fields of the
+            dataclasses `spec` and `config` are noted one by one.
         """
         words: dict[str, Any] = {}
         for name, value in operation.items():

@@ -34,7 +34,8 @@ Only a process that was stopped, and then wrote an old `CHANGE`, makes one membe
 not begin."""
 
 MOST_COMPARED = 64
-"""Operations of each process among which the text of an error finds the two most similar ones."""
+"""Operations of each process that are compared with each other for an error's text, which names the two most similar
+ones."""
 
 
 class Evicted(RuntimeError):
@@ -329,10 +330,10 @@ class Membership:
 
         Args:
           step: the step that this process is to run next.
-          share: bytes for all members. Those of an old member count, of one with `wanted` if there is any; among
-            several, those of the lowest slot.
+          share: bytes for all members. The bytes of one old member count: of the lowest slot with `wanted`, or of the
+            lowest slot where no old member has `wanted`.
           old: whether this process was a member before.
-          wanted: whether `share` is to count.
+          wanted: whether `share` goes before the bytes of members without `wanted`.
 
         Raises:
           Evicted: the newest proposal does not name this process.
@@ -467,8 +468,8 @@ def _claim_of(identity: str) -> int:
 
 
 def _check_alike(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Compares the programs of this process with those of the group. The memory of kernels must be the same; of the
-    operations, a process may have some of the group's, or more.
+    """Compares the programs of this process with those of the group. The memory of kernels must be the same. The
+    operations of this process may be some of the group's, or all of them and more.
 
     Raises:
       ValueError: they differ.
@@ -487,7 +488,7 @@ def _check_alike(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 def _difference(here: list[str], there: list[str]) -> str:
-    """Returns in words how the two most similar operations, one of each list, differ."""
+    """Returns in words how two operations differ, one from each list: the two that are most similar."""
 
     def differing(pair: tuple[dict[str, Any], dict[str, Any]]) -> list[str]:
         return [name for name in sorted({*pair[0], *pair[1]}) if pair[0].get(name) != pair[1].get(name)]
