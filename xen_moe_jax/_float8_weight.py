@@ -22,17 +22,18 @@ DTYPE = "float8_e4m3fn"
 class Float8Weight:
     """A weight `[L, A, B]` in fp8 (e4m3) with a scale for 128 x 128 elements, from `quantize_weights`.
 
-    `moe_mlp(..., experts="float8_e4m3fn")` takes `codes.of(weight)` in place of `weight`. The value is that of the
-    weight, whose gradient is the one it has by itself (straight-through). wgmma reads fp8 with the contracted dimension
-    innermost alone, so that there are two copies, each padded with zeros to multiples of 128.
+    `moe_mlp(..., experts="float8_e4m3fn")` takes `codes.of(weight)` in place of `weight`. The call's result is the one
+    for `weight`, and `weight` gets the gradient that it has without codes (straight-through). There are two copies of
+    the codes, because wgmma of a Hopper GPU reads fp8 only with the contracted dimension innermost. Both are padded
+    with zeros to multiples of 128, `A'` and `B'`.
 
     Attributes:
       values: `[L, A', B']`, for the gradient of rows.
       scales: float32 `[L, A' / 128, B' / 128]`.
       turned: `[L, B', A']`, `values` transposed, for the product.
       turned_scales: float32 `[L, B' / 128, A' / 128]`.
-      master: the weight `[L, A, B]`, of which shape and dtype are read, and which gets the gradient; None if the codes
-        are nobody's yet.
+      master: the weight `[L, A, B]`, which gets the gradient, and whose shape and dtype are read; its numbers are not.
+        None until `of` sets it.
     """
 
     values: Any
@@ -45,7 +46,8 @@ class Float8Weight:
         """Returns these codes as those of `master [L, A, B]`, the weight from which they were made.
 
         Raises:
-          ValueError: `master` has another shape than the weight from which the codes were made.
+          ValueError: the shape of `master`, padded to multiples of 128, is not that of the codes. Codes of another
+            weight that is padded to the same shape are not noticed.
         """
         expected = (*master.shape[:-2], *(-(-size // BLOCK) * BLOCK for size in master.shape[-2:]))
         if self.values.shape != expected:
@@ -57,7 +59,7 @@ class Float8Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the weight, `[L, A, B]`."""
+        """Shape of the weight, `[L, A, B]`; codes without a master do not know it."""
         return self.master.shape
 
     @property
@@ -67,7 +69,7 @@ class Float8Weight:
 
     @property
     def dtype(self) -> Any:
-        """Dtype of the weight and of its gradient."""
+        """Dtype of the weight and of its gradient; codes without a master have none."""
         return self.master.dtype
 
     def with_master(self, change: Any) -> Float8Weight:
@@ -82,5 +84,5 @@ class Float8Weight:
         return Float8Weight(values, scales, turned, turned_scales, self.master)
 
     def gradient(self, of_master: Any) -> Float8Weight:
-        """Returns the cotangent of the weight: codes have none."""
+        """Returns the cotangent of this weight, which holds `of_master` for the master and nothing for the codes."""
         return Float8Weight(None, None, None, None, of_master)

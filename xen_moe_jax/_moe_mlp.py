@@ -80,8 +80,8 @@ def moe_mlp(
       topk_idx, topk_weights: `[T, K]`, as in `dispatch`.
       gate, up: `[L, H, F]` of the dtype of `x`, this rank's experts, `L = ceil(num_experts / R)`; `gate` is None for
         activations with one projection. A `QuantizedWeight` in place of an array, or a `qwix.QArray` of its formats, is
-        widened where it is multiplied by. Experts in fp8 take a `Float8Weight`, which this call does not quantize
-        (with `balance="exact"` its codes are not used: the weights travel, and are quantized where they arrive).
+        widened where it is multiplied by. Experts in fp8 also take a `Float8Weight`, whose codes this call uses instead
+        of quantizing (but with `balance="exact"` the weights travel, and are quantized where they arrive).
       down: `[L, F, H]`.
       num_experts, axis_name: as in `dispatch`.
       activation: with `gate`: "swiglu" (arXiv:2002.05202), "geglu", or "clipped_swiglu" (gpt-oss:
@@ -106,7 +106,7 @@ def moe_mlp(
       placement, balance, slots_per_rank: as in `dispatch`. With a placement the weights are those of this rank's slots
         (`placement.move` brings them there), `L` is `S`; with `balance="exact"` they are those of `L` experts as ever,
         and are moved in here, to `S` slots. Where `slots_per_rank` is None the Hopper kernels copy none: borrowed
-        experts are fetched for each matmul, one at a time: less memory, and more time (`experts/lent.py`).
+        experts are fetched for each matmul, one or two at a time: less memory, more time (`experts/lent.py`).
       replicated: the tokens are the same on every rank of `axis_name` (decode): `dispatch_replicated` and
         `combine_replicated`, so that only one sum travels. Arguments about what travels must be unset.
       return_info: also return counts.

@@ -31,7 +31,7 @@ def in_overlap() -> bool:
 
 @contextlib.contextmanager
 def overlap_work(within: bool = True) -> Iterator[None]:
-    """Traces what is within as the work of an `overlap`, or as other work."""
+    """Traces the block of its `with` statement as the work of an `overlap`, or with `within=False` as other work."""
     token = _IN_OVERLAP.set(within)
     try:
         yield

@@ -135,7 +135,7 @@ def without_gradient(weight: QuantizedWeight) -> QuantizedWeight:
 
 @jax.custom_jvp
 def refuse_gradient(*parts: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns the values, the scales and other parts of a weight; differentiating by them is a TypeError."""
+    """Returns the arrays of a quantized weight; differentiating the result by them is a TypeError."""
     return parts
 
 

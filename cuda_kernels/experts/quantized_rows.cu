@@ -264,10 +264,9 @@ __device__ __forceinline__ void WidenUnit(uint32_t bytes, float of_even, float o
 struct Fp4Scales {
   uint32_t even, odd;  // in both halves the bf16 2^(exponent - 1), which is 2^126 times the scale
 
-  // Of exponents up to 127.
+  // Of exponents up to 128.
   __device__ __forceinline__ explicit Fp4Scales(uint32_t two) : even(Twice(two & 0xFF)), odd(Twice(two >> 8)) {}
-  // Of any exponents: in the place of those above 128 that of 128, by which the values are then multiplied `Rest`
-  // times.
+  // Of any exponents: those above 128 count as 128, and a second multiplication, by `Rest`, makes up for it.
   __device__ __forceinline__ static Fp4Scales Clamped(uint32_t two) {
     return Fp4Scales(min(two & 0xFF, 128u) | min(two >> 8, 128u) << 8);
   }
@@ -283,9 +282,9 @@ struct Fp4Scales {
 // Widens a unit of ldmatrix, eight elements of 16 along the depth, to the four registers of a fragment. The code of an
 // element, a sign, two bits of exponent and one of mantissa, becomes a bf16 of 2^-126 times its value.
 __device__ __forceinline__ void WidenFp4(uint32_t bytes, const Fp4Scales& scales, uint32_t (&a)[4]) {
-  // A product copies the code of each half to bits 15 to 12, for the sign, and to bits 9 to 6, for the magnitude: a
-  // multiplication and two logical operations, where shifts alone take a fourth instruction, and logical operations and
-  // shifts are what limits the kernel.
+  // A multiplication copies the code of each half to bits 15 to 12, for the sign, and to bits 9 to 6, for the
+  // magnitude. With the two logical operations around it there are three instructions, where shifts in its place make
+  // four. Logical operations and shifts limit the kernel.
   constexpr uint32_t kSign = 0x80008000u, kMagnitude = 0x01C001C0u, kBoth = kSign | kMagnitude;
   const uint32_t codes[4] = {(bytes & 0x000F000Fu) * 0x1040u & kBoth, (bytes >> 8 & 0x000F000Fu) * 0x1040u & kBoth,
                              (bytes & 0x00F000F0u) * 0x104u & kBoth, (bytes & kSign) | (bytes >> 6 & kMagnitude)};

@@ -133,8 +133,8 @@ def rows(array: jax.Array, *, by_row: bool = False) -> Quantized:
     """Quantizes rows `[C, A]`, bfloat16 or float16, for a product; `C` is a multiple of 8, `A` of 64.
 
     Returns:
-      Values `[C, A]` and scales `[1, A / 128, ceil(C / 128) * 128]`, a scale for 128 columns of a row; `A` is padded to
-      a multiple of 128 with zeros. With `by_row` the scales are `[C, A / 128]`, as a wire has them.
+      Values `[C, A]` and float32 scales `[1, A / 128, ceil(C / 128) * 128]`, a scale for 128 columns of a row; `A` is
+      padded to a multiple of 128 with zeros. With `by_row` the scales are `[C, A / 128]`, the layout of a wire.
     """
     count, columns = array.shape
     above, beside = pl.cdiv(count, BLOCK), pl.cdiv(columns, BLOCK)

@@ -51,8 +51,9 @@ def load(source: Any, row: Any, column: Any, tile: Any, barrier: Any) -> None:
 
 
 def quantize_rows(tile: Any, values: Any, scales: Any, apart: int = 1) -> None:
-    """Quantizes the rows of a `wide` tile: writes codes to the `narrow` tile `values`, and float32 scales to
-    `scales [128]` in the GPU's memory, `apart` numbers from one to the next. The threads pass no barrier."""
+    """Quantizes the rows of a `wide` tile: writes codes to the `narrow` tile `values`, and a float32 scale for each of
+    the 128 rows to the GPU's memory, from the beginning of `scales` on and `apart` numbers from one to the next. The
+    threads pass no barrier."""
     _inline(functools.partial(_rows, apart=apart), tile, values, scales)
 
 

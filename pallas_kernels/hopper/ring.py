@@ -21,7 +21,7 @@ from xen_moe_jax.pallas_kernels.hopper.tiles import COMPUTE_WARPGROUPS, Tiles
 STORE_TILE = 64
 """Rows and columns of the pieces in which a warpgroup stores its accumulators."""
 FITTED_ROWS = 48
-"""Most rows of such pieces of fitted tiles: more would not fit into shared memory beside four stages."""
+"""Most rows of a piece of a fitted tile: higher pieces would not fit into shared memory beside four stages."""
 LOAD_REGISTERS, COMPUTE_REGISTERS = 40, 232
 """Registers of a thread; 128 * (40 + 2 * 232) fit into the 65536 of a multiprocessor."""
 
@@ -185,9 +185,9 @@ def multiply_steps(
 
 
 def store(pieces: Any, scratch: Any, wg: Any, fitted: bool = False) -> None:
-    """Stores pieces of output through the buffers of `scratch`, two for warpgroup `wg`. A piece is a pair: its values
-    `[rows, 64]`, or those of fitted tiles turned, `[64, rows]`; and a function that copies a buffer to their place in
-    the GPU's memory."""
+    """Stores pieces of output through the buffers of `scratch`, two for warpgroup `wg`. A piece is a pair: its values,
+    `[rows, 64]`, or with `fitted` turned, `[64, rows]`; and a function that copies a buffer `[rows, 64]` to their place
+    in the GPU's memory."""
     for number, (value, copy) in enumerate(pieces):
         buffer = scratch.at[wg, number % 2]
         # a tile may have an odd number of pieces: its last one is then in the buffer of the next tile's first
@@ -203,7 +203,7 @@ def store(pieces: Any, scratch: Any, wg: Any, fitted: bool = False) -> None:
 
 
 def piece_rows(tiles: Tiles) -> int:
-    """Returns the most rows of a piece."""
+    """Returns the most rows that a piece of such a tile has."""
     return FITTED_ROWS if tiles.fitted else STORE_TILE
 
 
@@ -215,7 +215,8 @@ def places(tiles: Tiles, columns: int, height: int | None = None) -> list[tuple[
 
 
 def piece(acc: Any, m: int, n: int, fitted: bool = False) -> Any:
-    """Returns the accumulators of the piece at row `m` and column `n` in float32, those of a fitted tile turned."""
+    """Returns the accumulators of the piece at row `m` and column `n`: float32 `[64, 64]`, or of a fitted tile turned,
+    `[64, rows]`."""
     if fitted:
         return acc[n : n + STORE_TILE, m : min(m + FITTED_ROWS, acc.shape[1])]
     return acc[m : m + STORE_TILE, n : n + STORE_TILE]
@@ -224,8 +225,8 @@ def piece(acc: Any, m: int, n: int, fitted: bool = False) -> Any:
 def store_rows(buffer: Any, out: Any, row: Any, column: Any, low: Any, high: Any) -> None:
     """Stores rows `[low, high)` of a piece to the same rows of `out`, counted from `row`, from `column` on.
 
-    A TMA box is static. So all rows of the buffer are stored as a whole, or fewer in boxes of powers of two. The piece
-    is that of `buffer [rows, width]`.
+    A TMA box is static. So all rows of the piece are stored as a whole, or fewer in boxes of powers of two.
+    `buffer [rows, width]` holds the piece.
     """
     rows, width = buffer.shape
     count = jnp.maximum(high - low, 0)

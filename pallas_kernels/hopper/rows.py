@@ -28,7 +28,8 @@ Store = Callable[[Any, int, int], Callable[[Any], None]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Into:
-    """Arrays of which a kernel overwrites the rows of its groups; XLA copies them where they are used otherwise.
+    """Arrays in which a kernel overwrites the rows of its groups and leaves all other rows as they are. XLA copies an
+    array first if another operation still reads it.
 
     Attributes:
       arrays: one for each result, with its shape and dtype.
@@ -50,7 +51,9 @@ class Part:
       extra: references to the further operands of the kernel.
       outputs: references to its results.
       store: stores a piece to one of the results.
-      tiles, height: of the kernel, and of this tile if it is fitted. Its pieces are turned then: `[columns, rows]`.
+      tiles: of the kernel.
+      height: rows of this tile if it is fitted, and None otherwise. Pieces of a fitted tile are turned:
+        `[columns, rows]`.
     """
 
     accumulators: tuple[Any, ...]
@@ -64,13 +67,13 @@ class Part:
     height: int | None
 
     def pieces(self, columns: int) -> Iterator[tuple[int, int, list[Any]]]:
-        """Row, column and accumulators of each piece; `columns` is the number of columns of the part."""
+        """Yields row, column and accumulators of each piece; `columns` is the number of columns of the part."""
         for m, n in ring.places(self.tiles, columns, self.height):
             yield m, n, [ring.piece(acc, m, n, self.tiles.fitted) for acc in self.accumulators]
 
     def of_columns(self, extra: Any, columns: int) -> list[Any]:
-        """Loads this group's row of `extra [L, B]` in pieces, all at once: one load takes as long as all. A piece past
-        the last column, which is not stored, may have any values."""
+        """Returns this group's row of `extra [L, B]` in float32, in pieces of 64 columns. All loads begin together, as
+        they then take as long as one. A piece past the last column, which is not stored, may have any values."""
         last = extra.shape[1] - ring.STORE_TILE
         return [
             plgpu.load(
@@ -82,7 +85,7 @@ class Part:
         ]
 
     def below(self, of_columns: Any, like: Any) -> Any:
-        """Repeats a value of each column along the rows of a piece."""
+        """Repeats a value of each column along the rows of a piece, in the shape of `like`."""
         return lax.broadcast_in_dim(of_columns, like.shape, (0 if self.tiles.fitted else 1,))
 
     def beside(self, extra: Any, m: int, like: Any) -> Any:
@@ -130,7 +133,7 @@ def rows_by_weights(
     the group is added, times float32 `row_weights [C]` if given. Rows past the last group come out unspecified.
 
     With `index`, int32 `[C]`, row `c` is `rows[index[c]]`, and zeros where that is outside the rows. With `into`, the
-    result is its array with the groups' rows in it.
+    first group begins at row `into.first_row`, and the result is the array of `into` with the groups' rows in it.
     """
     columns = weights.shape[1 if transposed else 2]
     extra = [] if bias is None else [_bias_of_tiles(bias)]
@@ -278,8 +281,9 @@ def _product(
             return m, row, column
 
         def for_height(m: Any, of_height: Callable[[int, Any], Any], carry: Any) -> Any:
-            """Runs `of_height` for the height of the tiles in row `m` of tiles. A switch would be one branch, but with
-            three cases and more ptxas ran every wgmma to its end (CUDA 13.0)."""
+            """Runs `of_height` for the height of the tiles in row `m` of tiles, as a branch for each height. A switch
+            would be a single branch, but ptxas lets every wgmma in a switch of three cases or more end before the next
+            one begins (CUDA 13.0)."""
             if not tiles.fitted:
                 return of_height(tiles.m, carry)
             chosen = facts[4, m]

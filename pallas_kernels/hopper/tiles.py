@@ -17,9 +17,9 @@ COMPUTE_WARPGROUPS = 2
 
 
 HEIGHT_UNIT = 16
-"""Heights of fitted tiles are multiples of this; so are the distances between the tiles of a group."""
+"""Heights of fitted tiles are multiples of this many rows, and so are the distances between the tiles of a group."""
 HEIGHTS = (112, 128, 144)
-"""Heights of fitted tiles: the kernel has code for each of them."""
+"""Heights of fitted tiles in rows: the kernel has code for each of them."""
 COLUMN_ALIGNMENT = 32
 """Hidden sizes and widths are multiples of this: 64 bytes, the narrowest swizzle that these kernels lower with."""
 
@@ -106,14 +106,15 @@ def row_tiles(
     Args:
       group_sizes: int32 `[L]`.
       capacity: the number of rows.
-      tile_m: height of a tile, or with `fitted` the most: each group's rows are then shared out to as few tiles as
-        possible, as evenly as `HEIGHT_UNIT` allows.
+      tile_m: height of a tile in rows.
+      fitted: `tile_m` is the greatest height: the rows of each group are shared out to as few tiles as possible, as
+        evenly as `HEIGHT_UNIT` allows.
 
     Returns:
       int32 `[4, N]`: of each tile its group, its first row (a multiple of 8), how many rows to leave out at the
       beginning, and the end of the valid rows, counted from its first row; with `fitted` a fifth row, the number of its
-      height in `HEIGHTS`. `N` is the most tiles that any groups of `capacity` rows can need. int32 `[L + 1]`: how many
-      tiles there are up to each group, from `up_to_each`.
+      height in `HEIGHTS`. `N` tiles suffice for any groups of `capacity` rows. int32 `[L + 1]`: how many tiles there
+      are up to each group, from `up_to_each`.
     """
     num_groups = group_sizes.shape[0]
     sizes = jnp.maximum(group_sizes.astype(jnp.int32), 0)
@@ -125,7 +126,7 @@ def row_tiles(
     tiles = pl.cdiv(units, tile_m // unit)
     up_to = up_to_each(tiles)
     last_tile = up_to[:num_groups]
-    # a group may begin up to 7 rows in front of its own first one, which matters where rows are shared out evenly
+    # For fitted tiles this bound counts the rows, up to 7, by which a group's first tile begins in front of the group.
     most = pl.cdiv(capacity + (ROW_ALIGNMENT - 1) * num_groups * fitted, tile_m) + num_groups - (not fitted)
     index = jnp.arange(most, dtype=jnp.int32)[:, None]
     first_tile = jnp.pad(last_tile[:-1], (1, 0))  # not `last_tile - tiles`: `tiles` would be a kernel of its own
@@ -133,8 +134,8 @@ def row_tiles(
     groups = jnp.arange(num_groups, dtype=jnp.int32)
     if fitted:
         count = jnp.maximum(last_tile - first_tile, 1)
-        # Each group begins with another one of its tiles: thread blocks that take every 132nd tile would always meet
-        # the same ones.
+        # The higher tiles are others in each group. Thread blocks that take every 132nd tile could otherwise meet the
+        # higher tile of every group.
         first_unit, height = _shared_out(units, count, groups % count, number)
         first, chosen = aligned + first_unit * unit, sum(jnp.where(height > step // unit, 1, 0) for step in HEIGHTS)
         end = jnp.minimum(ends - first, height * unit)
@@ -148,8 +149,9 @@ def row_tiles(
 
 
 def _shared_out(units: jax.Array, count: jax.Array, turn: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Shares `units` out to `count` tiles, some of them one unit higher. Returns the first unit and the units of tile
-    `number`, when the tiles are counted from number `turn` on."""
+    """Shares the `units` of a group out to its `count` tiles, some of which are one unit higher than the others. These
+    are the first ones in a cyclic order of the tiles, in which the tile at the group's beginning has number `turn`.
+    Returns the first unit and the number of units of tile `number`, counted from the group's beginning."""
     least = units // count
     higher = units - least * count
 

@@ -80,7 +80,8 @@ def dispatch_quantized(
 
 
 def _quantized(x: jax.Array, wire: Wire) -> BlockScaled:
-    """Returns `quantize` of tokens `[..., H]`; on a Hopper GPU one kernel does it, with the same bits."""
+    """Returns `quantize` of tokens `[..., H]`. On a Hopper GPU one kernel does it with the same bits, for bfloat16 and
+    float16, float32 scales, a multiple of 8 tokens, and an `H` that is a multiple of 128."""
     *tokens, hidden = x.shape
     rows = x.reshape(-1, hidden)
     fits = rows.size > 0 and rows.shape[0] % hopper.ROW_ALIGNMENT == 0 and hidden % float8_quantize.BLOCK == 0

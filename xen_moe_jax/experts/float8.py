@@ -44,8 +44,8 @@ def grouped_matmul(rows: jax.Array | ArrivedRows, weights: Weight, group_sizes: 
 
     Args:
       rows: floating point, sorted by group, or `ArrivedRows`; rows past the last group come out unspecified.
-      weights: floating point, or a `Float8Weight`, which is quantized already, or a `QuantizedWeight` of fp8 (e4m3) in
-        blocks of 128 x 128, which is used as it is.
+      weights: floating point; or a `Float8Weight` with a master, whose codes are used; or a `QuantizedWeight` of fp8
+        (e4m3) in blocks of 128 x 128, which is used as it is.
       group_sizes: int32 `[L]`.
 
     Raises:
@@ -131,7 +131,8 @@ def parts_of(rows: jax.Array | ArrivedRows) -> tuple[jax.Array, BlockScaled | No
 
 
 def vary_all(tree: Any) -> Any:
-    """Applies `vary_alike` to all arrays of a tree; codes of weights in it have no gradient from here on."""
+    """Applies `vary_alike` to all arrays of a tree. Differentiating the result by the codes of its quantized weights is
+    a TypeError."""
 
     def is_quantized(leaf: Any) -> bool:
         return isinstance(leaf, QuantizedWeight | Float8Weight)
@@ -159,7 +160,8 @@ def quantize_weights(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def codes_of(weights: jax.Array) -> Float8Weight:
-    """Returns the codes of weights `[L, A, B]`: on a Hopper GPU by kernels, where they take the dtype."""
+    """Returns the codes of weights `[L, A, B]`, without a master and without a gradient by the weights: by kernels for
+    bfloat16 and float16 on a Hopper GPU, in plain JAX otherwise."""
     weights = jax.lax.stop_gradient(weights)
     if hopper.on_hopper() and hopper_float8.why_not(weights, weights) is None:
         return hopper_float8.codes_of(weights)

@@ -37,8 +37,8 @@ DTYPES = ("bfloat16", "float16")
 COMPUTE_CAPABILITY = "9.0"
 PREFERRED = (Tiles(), Tiles(n=192), Tiles(n=128, stages=6))
 """Tiles by their widths. The times of twelve are in benchmarks/results/grouped_matmul_h200.json. Pairs of blocks that
-share their loads (`Tiles(cluster="m")`) are faster in one of the matmuls that docs/lab/layers.md has; tiles twice as
-high fit small groups worse."""
+share their loads (`Tiles(cluster="m")`) are faster for one alone of the matmuls in docs/lab/layers.md, and tiles twice
+as high fit small groups worse."""
 COSTS = {256: 1.0, 192: 1.02, 128: 1.06}
 """Relative time of a column in tiles of each width: narrower tiles load more for each multiplication."""
 GATED = Tiles()
@@ -55,8 +55,9 @@ TALL = Tiles(m=256, n=128)
 many elements of a row as with `PREFERRED`, and TMA twice as many. At DeepSeek-V3's size the kernel takes 1,526 us
 instead of 1,717 (H100)."""
 FITTED, FITTED_ROWS = Tiles(m=HEIGHTS[-1], split="n", fitted=True), 640
-"""Tiles of two projections and of gradients of rows, up to so many rows a group by the size of the buffer, and of one
-product up to half as many. With more rows a group, few of a group's tiles are at its end."""
+"""Fitted tiles, and the most rows a group, by the size of the buffer, for which two projections and gradients of rows
+have them; single products have them up to half as many rows. They save work at the ends of groups, where few tiles of
+a group with more rows are."""
 BAND_FROM, BAND = 16, 8
 """Matmuls of rows compute their tiles in bands of `BAND` rows of tiles, and so do weights' gradients with more columns
 of tiles than `BAND_FROM`. All thread blocks together compute 132 tiles at a time. Row by row, blocks side by side

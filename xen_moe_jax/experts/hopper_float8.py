@@ -113,7 +113,7 @@ def _layouts(weight: Any, *, product: bool, gradient: bool) -> tuple[Quantized |
 
 
 def codes_of(weight: jax.Array) -> Float8Weight:
-    """Returns the codes of a weight `[L, A, B]`, bfloat16 or float16."""
+    """Returns the codes of a weight `[L, A, B]`, bfloat16 or float16, without a master."""
     turned, lying = _layouts(whole(weight, 1, 2), product=True, gradient=True)
     assert turned is not None and lying is not None
     return Float8Weight(lying.values, lying.scales, turned.values, turned.scales)
@@ -171,7 +171,8 @@ def _forward(x: Any, arrived: Any, weights: Any, group_sizes: Any) -> tuple[Any,
 
 def _shape_of(array: Any) -> Any:
     """Returns an array `[0, ...]` without elements, a residual that has the dtype of `array`, and its shape behind the
-    first dimension; that of its master for a `Float8Weight`; None for a `QuantizedWeight`, which gets no gradient."""
+    first dimension; for a `Float8Weight` a cotangent that holds this array of its master; None for a `QuantizedWeight`,
+    which gets no gradient."""
     if isinstance(array, QuantizedWeight):
         return None
     if isinstance(array, Float8Weight):

@@ -1,4 +1,4 @@
-"""Quantizes experts' weights once for several calls; `_float8_weight` has what comes out."""
+"""Quantizes experts' weights once for several calls. The results are `Float8Weight`s of `_float8_weight`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from xen_moe_jax.experts import float8
 
 
 def quantize_weights(weights: Any, dtype: str = DTYPE, *, compute_dtype: Any = None) -> Any:
-    """Quantizes experts' weights once for several calls, by the rule that a call quantizes them by.
+    """Quantizes experts' weights once for several calls, by the rule by which a call quantizes them: fp8 (e4m3) with a
+    float32 scale for 128 x 128 elements (DeepSeek-V3, arXiv:2412.19437, section 3.3).
 
         codes = xm.quantize_weights((gate, up, down))  # once for a step of the optimizer
 
@@ -21,15 +22,18 @@ def quantize_weights(weights: Any, dtype: str = DTYPE, *, compute_dtype: Any = N
             return of_output(xm.moe_mlp(..., *matrices, experts="float8_e4m3fn"))
 
     Args:
-      weights: a pytree of floating-point arrays `[L, A, B]`: inside `jax.shard_map`, this rank's.
+      weights: a pytree of floating-point arrays `[L, A, B]`; inside `jax.shard_map` these are this rank's experts.
       dtype: "float8_e4m3fn".
-      compute_dtype: dtype of the tokens, to which weights are rounded first; None for that of the weights.
+      compute_dtype: dtype of the tokens, to which the weights are rounded before they are quantized; None if they have
+        this dtype already.
 
     Returns:
-      A `Float8Weight` without a master in the place of each array. It has no gradient by the weights.
+      The pytree with a `Float8Weight` without a master in the place of each array. The codes have no gradient by the
+      weights: gradients go to the master, which `Float8Weight.of` sets.
 
     Raises:
-      ValueError, TypeError: another `dtype`, or an array that is none of floating-point numbers `[L, A, B]`.
+      ValueError: `dtype` is another one.
+      TypeError: an array is not floating point or has no three dimensions.
     """
     if dtype != DTYPE:
         raise ValueError(f"quantize_weights: dtype={dtype!r}: must be {DTYPE!r}")

@@ -150,8 +150,10 @@ def _composed(config: MoEConfig, weights: Any, tokens: Chunk, members: Members) 
 
 
 def _quantized_once(config: MoEConfig, weights: Any) -> Any:
-    """Returns the weights with codes that all chunks multiply by, for experts in fp8. With `remat` each chunk quantizes
-    them anew, since codes for the backward pass are as large as weights in bfloat16."""
+    """Returns the weights of experts in fp8 with codes by which all chunks multiply, and other weights as they are.
+
+    With `remat` it is not called, and each chunk quantizes the weights anew: codes that are kept for the backward pass
+    are as large as the weights in bfloat16."""
     if config.expert_dtype is None:
         return weights
     matrices = {name: weights[name] for name in NAMES if not isinstance(weights.get(name), QuantizedWeight | None)}

@@ -108,14 +108,16 @@ def moe_on_rank(
 
 
 def _for_compute(weight: Any, dtype: Any) -> Any:
-    """Casts an array to the dtype of the computation; a `QuantizedWeight` is widened where it is multiplied by."""
+    """Casts an array, or the master of a `Float8Weight`, to the dtype of the computation; a `QuantizedWeight` is
+    widened where it is multiplied by."""
     if isinstance(weight, Float8Weight):
         return weight.with_master(lambda master: master.astype(dtype))
     return without_gradient(weight) if isinstance(weight, QuantizedWeight) else weight.astype(dtype)
 
 
 def _without_codes(weight: Any) -> Any:
-    """Returns the master of a `Float8Weight`: weights that travel to slots are quantized there."""
+    """Returns the master of a `Float8Weight`, and other weights as they are: weights that travel to slots are quantized
+    there."""
     return weight.master if isinstance(weight, Float8Weight) else weight
 
 

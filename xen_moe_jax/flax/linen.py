@@ -102,7 +102,8 @@ class MoE(nn.Module):
             these experts, and its gradient flows through them. choice="hash" then needs no `token_ids`.
           placement: where the experts are (`xm.balance.plan`), as in `xm.dispatch`: an array like any other. Weights at
             home are moved to their slots in each call, and their gradients back; `MoEConfig.num_slots` has them there.
-          quantized: what `quantized_weights` returned for these weights: with experts in fp8, the call quantizes none.
+          quantized: the codes that `quantized_weights` returned for these weights: experts in fp8 multiply by them, and
+            this call quantizes no weights, except weights that it moves to slots. None: it quantizes all.
 
         Returns:
           `[..., hidden_size]` and `MoEMetrics` over the tokens of all ranks.
@@ -127,7 +128,7 @@ class MoE(nn.Module):
         return out, metrics
 
     def quantized_weights(self) -> dict[str, Float8Weight]:
-        """Does as `nnx.MoE.quantized_weights`: `moe.apply(variables, method="quantized_weights")`."""
+        """Does the same as `nnx.MoE.quantized_weights`: `moe.apply(variables, method="quantized_weights")`."""
         names = (name for name in parameter_table(self.config) if self.has_variable("params", name))
         weights = {name: nn.unbox(self.get_variable("params", name)) for name in names}
         return quantized_weights(self.config, self.mesh, weights)

@@ -122,7 +122,8 @@ class MoE(nnx.Module):
             these experts, and its gradient flows through them. choice="hash" then needs no `token_ids`.
           placement: where the experts are (`xm.balance.plan`), as in `xm.dispatch`: an array like any other. Weights at
             home are moved to their slots in each call, and their gradients back; `MoEConfig.num_slots` has them there.
-          quantized: what `quantized_weights` returned for these weights: with experts in fp8, the call quantizes none.
+          quantized: the codes that `quantized_weights` returned for these weights: experts in fp8 multiply by them, and
+            this call quantizes no weights, except weights that it moves to slots. None: it quantizes all.
 
         Returns:
           `[..., hidden_size]` and `MoEMetrics` over the tokens of all ranks.
@@ -133,11 +134,17 @@ class MoE(nnx.Module):
         return apply_moe(self.config, self.mesh, weights, x, mask, token_ids, active, topk_idx, placement, quantized)
 
     def quantized_weights(self) -> dict[str, Float8Weight]:
-        """Quantizes the experts' weights, with experts in fp8, for several calls: once for a step of the optimizer in
-        front of the batches of gradient accumulation, say. Gradients go to the weights.
+        """Quantizes the weights of experts in fp8 for several calls: for example once for a step of the optimizer, in
+        front of the batches of gradient accumulation. Gradients go to the weights.
 
             codes = moe.quantized_weights()
             y, metrics = moe(x, quantized=codes)
+
+        Returns:
+          A `Float8Weight` for each weight of the experts by name, of weights rounded to `MoEConfig.dtype` first.
+
+        Raises:
+          ValueError: `MoEConfig.expert_dtype` is None, or the ranks of the mesh cut blocks of 128 x 128.
         """
         weights = {name: getattr(self, name).get_value() for name in self.weight_names}
         return quantized_weights(self.config, self.mesh, weights)

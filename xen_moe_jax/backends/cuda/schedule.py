@@ -35,9 +35,9 @@ blocks."""
 
 
 SEGMENT_SLOTS, SEGMENT_SLOTS_ALONE = 32, 256
-"""Least slots that a warp counts in a dispatch, of several ranks and of one. The fewer it counts, the more sums are
-there for each expert, which a warp adds up one after the other. With 256, a dispatch of 4096 numbers on one rank takes
-13 to 23 us less (docs/lab/layers.md)."""
+"""Least slots that a warp counts in a dispatch over several ranks, and over one. The fewer slots a warp counts, the
+more sums each expert has, which a warp adds up one after the other. On one rank a dispatch of the numbers of 4096
+tokens takes 13 to 23 us less with 256 than with 32 (docs/lab/layers.md)."""
 CHUNKS = 64
 """Chunks into which a rank divides the tokens that it sends to another node, while a chunk has at least
 `MIN_CHUNK_TOKENS` and at most `USUAL_CHUNK_TOKENS` tokens."""
