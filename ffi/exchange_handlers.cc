@@ -85,6 +85,7 @@ ffi::Error Move(cudaStream_t stream, int32_t ordinal, ffi::RunId run, MovePlan* 
                });
 }
 
+// The arguments of both handlers of move_weights.
 auto MoveArguments() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<cudaStream_t>>()
@@ -103,7 +104,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kMoveInstantiate, MakePlan<MovePlan>, ffi::Ffi::Bi
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kMove, Move, MoveArguments(), {ffi::Traits::kCmdBufferCompatible});
 
-// Start and done cannot be part of a CUDA graph: a graph may end between the two.
+// A start and its done cannot be parts of a CUDA graph: a graph may end between the two.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kMoveStart, Move, MoveArguments());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kExchangeInstantiate, MakePlan<ExchangePlan>, ffi::Ffi::BindInstantiate().Attrs());

@@ -45,11 +45,12 @@ class Links:
         measured.
       flops: floating-point operations a second of the experts' matmuls; the default is a grouped matmul of bfloat16 on
         an H100 (`torch._grouped_mm`, 532 to 741 TFLOP/s by shape).
-      exact: seconds that `balance="exact"` takes beside all bytes: to assign slots, and for exchanges of nothing.
-      lent: rate at which weights that are lent (`slots_per_rank=None`) add to the time, kernels in front of them
-        included.
-      lent_rows: part of its matmuls' time that a row of a lent expert takes more. These three are fitted to forward
-        passes on 2 x H200 (docs/lab/layers.md).
+      exact: seconds that `balance="exact"` takes beside all bytes: it assigns slots, and its exchanges run even where
+        no weights travel.
+      lent: bytes of lent weights (`slots_per_rank=None`) inside a node, divided by the seconds that they add to a pass.
+        The seconds include what a round costs beside its transfer.
+      lent_rows: seconds that a row of a lent expert takes longer than a row at home, as a part of the time of its
+        matmuls. `exact`, `lent` and `lent_rows` are fitted to forward passes on 2 x H200 (docs/lab/layers.md).
       hop, hop_small: seconds that crossing between nodes adds, for (dispatch, combine): until the first chunk is on the
         slow link, and once the last has come. The values for large batches are from a simulated link on 2 x H100
         (`slow_link_h100x2.json`), less the time of the simulation itself; small batches are not measured, and no
@@ -220,8 +221,18 @@ def _fetched_weights(
     links: Links,
     fixed: float,
 ) -> Prediction:
-    """Cost and gain of `balance="exact"` for `counts [R, E]`: with weights in `held` slots, or lent if None. `fixed`:
-    seconds that it takes where nothing is fetched."""
+    """Returns the cost and the gain of `balance="exact"`.
+
+    Args:
+      counts: int `[R, E]`, slots of each rank's tokens that name each expert.
+      most: rows that a rank computes at most, `T * K`.
+      held: slots of a rank to which weights are copied; None where weights are lent.
+      per_node: ranks that the fast link joins.
+      hidden, inner: `H` and `F` of an expert.
+      dtype: of the weights.
+      links: bandwidths.
+      fixed: seconds that it takes where no weights are fetched.
+    """
     ranks, experts = counts.shape
     slots = _exact.slots_at_home(experts, ranks) if held is None else held
     matrix, itemsize = hidden * inner, jnp.dtype(dtype).itemsize
@@ -251,13 +262,14 @@ def _fetched_weights(
 
 
 def _counts(topk_idx: np.ndarray, tokens: int, experts: int, top_k: int, ranks: int) -> np.ndarray:
-    """`[R, E]`, slots of each rank that name each expert."""
+    """Returns `[R, E]`, the slots of each rank's tokens that name each expert."""
     _check_routing(topk_idx, tokens, top_k, ranks)
     used = np.where((topk_idx >= 0) & (topk_idx < experts), topk_idx, experts).reshape(ranks, -1)
     return np.stack([np.bincount(row, minlength=experts + 1)[:experts] for row in used])
 
 
 def _check_routing(topk_idx: np.ndarray, tokens: int, top_k: int, ranks: int) -> None:
+    """Raises ValueError or TypeError for a routing that is not integers `[R, T, K]`."""
     if topk_idx.shape != (ranks, tokens, top_k):
         raise ValueError(
             f"perf_model: topk_idx has shape {topk_idx.shape}: must be [R, T, K] = {[ranks, tokens, top_k]}"
@@ -267,6 +279,7 @@ def _check_routing(topk_idx: np.ndarray, tokens: int, top_k: int, ranks: int) ->
 
 
 def _row_bytes(hidden: int, dtype: Any, wire: Any, caller: str) -> int:
+    """Returns the bytes of a row of `hidden` elements on the wire, scales included."""
     parsed = _validate.wire(wire, caller) or (parse_wire(dtype) if jnp.dtype(dtype).itemsize == 1 else None)
     return hidden * jnp.dtype(dtype).itemsize if parsed is None else parsed.row_bytes(hidden)
 

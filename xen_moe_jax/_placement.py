@@ -190,7 +190,7 @@ def home(num_experts: int, num_ranks: int) -> Placement:
 
 
 NOWHERE = -3
-"""Entry of `source` for a slot whose contents are unspecified (`KEEP` in backends/cuda)."""
+"""Entry of `source` for a slot that gets no weights and whose contents are unspecified (`KEEP` in backends/cuda)."""
 
 
 def sources(old: Placement, new: Placement) -> Any:
@@ -278,8 +278,17 @@ def between_ranks(
     old_slots: int,
     new_slots: int,
 ) -> jax.Array:
-    """Returns the result of `move_p`, of its halves or of `reduce_p` for one array of a rank. `source`, `active` and
-    `pending` are operands of the primitive; the ranks are numbered over the mesh axes `axis_name`."""
+    """Returns the result of `primitive` for one array of a rank.
+
+    Args:
+      primitive: `move_p`, `move_start_p`, `move_done_p` or `reduce_p`.
+      array: `[S_old, ...]`; for `reduce_p`, `[S_new, ...]`.
+      source: int32 `[R, S_new]`, as `sources` returns it.
+      active: bool `[R]`, or `_active.EVERY_RANK`.
+      axis_name: mesh axes over which the ranks are numbered.
+      pending: for `move_done_p`, the result of the start.
+      old_slots, new_slots: `S_old` and `S_new`.
+    """
     sizes = tuple(_mesh.axis_size(name) for name in axis_name)
     params = {"axis_name": axis_name, "axis_sizes": sizes, "config": config or DEFAULT_CONFIG}
     operands = _mesh.vary_over([array, source, active, *pending], axis_name)
@@ -309,19 +318,23 @@ def _axis(axis_name: Any, num_ranks: int, caller: str) -> tuple[str, ...]:
 
 
 def _column(mask: Any, ndim: int) -> Any:
+    """Returns `mask [N]` with dimensions of size 1 behind it, `ndim` in all."""
     return mask.reshape(*mask.shape, *[1] * (ndim - mask.ndim))
 
 
 def _lost(dtype: Any) -> Any:
+    """Returns the value of a slot whose expert is nowhere: NaN, or 0 for integers."""
     return jnp.asarray(jnp.nan if jnp.issubdtype(dtype, jnp.floating) else 0, dtype)
 
 
 def _move_everywhere(weights: Any, source: Any, _: int) -> Any:
+    """`move_p` outside `shard_map`: global `weights [R * S_old, ...]` by `source [R * S_new]`."""
     moved = jnp.where(_column(source >= 0, weights.ndim), weights[jnp.maximum(source, 0)], jnp.zeros((), weights.dtype))
     return jnp.where(_column(source == -2, weights.ndim), _lost(weights.dtype), moved)
 
 
 def _reduce_everywhere(gradients: Any, source: Any, rows: int) -> Any:
+    """`reduce_p` outside `shard_map`: global `gradients [R * S_new, ...]` by `source [R * S_new]`, to `[rows, ...]`."""
     order, _ = _layout.order_within_bins(source, rows)
 
     def add(state: Any) -> Any:
@@ -411,7 +424,8 @@ def _rows(rows: str, array: Any, *_: Any, **params: Any) -> Any:
 
 
 # Operands: the weights of a rank's slots; `source int32 [R, S_new]` (`sources`), the same on every rank; and `active`.
-# A done takes the operands of its start, and the pending result.
+# `move_start_p` and `move_done_p` are the halves of `move_p`: only the done may read the result of the start, which is
+# pending, and gets it behind the operands of the start. Neither half has a derivative.
 move_p = declare("move_weights", functools.partial(_rows, "new_slots"), otherwise=_move)
 move_start_p = declare("move_weights_start", functools.partial(_rows, "new_slots"), otherwise=_move)
 move_done_p = declare(

@@ -25,13 +25,13 @@ from xen_moe_jax._placement import home as _home
 __all__ = ["Placement", "count", "from_experts", "home", "moves", "plan", "repair"]
 
 TRIALS = 16
-"""Numbers of replicas that `plan` tries."""
+"""Numbers of replicas, of all experts together, that `plan` tries."""
 REFINED = 3
-"""Trials, the best ones, whose replicas `plan` swaps between ranks."""
+"""The best of these trials, in which `plan` then swaps replicas between ranks."""
 EXCHANGES = 8
-"""Replicas that `plan` tries to give to another expert."""
+"""Exchanges of a replica of one expert for one of another that `plan` tries in the best trial."""
 EVEN = 1.001
-"""Load of the busiest rank over the mean of all at which `plan` is content."""
+"""Load of the busiest rank over the mean of the ranks that are alive, at which `plan` stops improving."""
 
 
 def count(topk_idx: jax.Array, num_experts: int, mask: jax.Array | None = None) -> jax.Array:
@@ -106,8 +106,9 @@ def plan(
     Greedy, as published (EPLB, DeepSeek-V3: arXiv:2412.19437, section 3.4): the expert with the largest load for each
     replica gets one more; then replicas go, the largest load first, to the node with the least load for each of its
     ranks, and inside the node to the rank with the least. Some numbers of replicas are tried (`TRIALS`), since more
-    are not always better. In the best ones the busiest rank of a node swaps replicas with others; then an expert whose
-    replicas have little load gives one to the expert with the largest load on the busiest rank, as long as that helps.
+    are not always better. In the best ones the busiest rank of a node swaps replicas with other ranks of the node.
+    Then, in the best of all, an expert whose replicas would have little load with one fewer gives a replica to the
+    expert whose replica is the largest on the busiest rank, as long as that helps (at most `EXCHANGES` are tried).
     Slots without use stay empty.
 
     Args:
@@ -115,7 +116,8 @@ def plan(
       num_ranks, slots_per_rank: `R` and `S`.
       ranks_per_node: consecutive ranks that share a fast link; None is all of them. Must divide `num_ranks`.
       alive: bool `[R]`, False for a rank that gets no expert; None is all ranks.
-      min_replicas: every expert gets at least as many slots, on different ranks: with 2, no single rank is missed.
+      min_replicas: slots that every expert gets at least, on different ranks; at most the number of ranks that are
+        alive. With 2, the experts of any one rank that fails are on other ranks as well.
       max_replicas: slots that all ranks together use at most, `>= E * min_replicas`; None is all of them. Redundancy
         of 12.5% for 256 experts on 64 ranks is 288: four and a half on a rank, with `slots_per_rank=5`.
 
@@ -123,7 +125,8 @@ def plan(
       `Placement` of NumPy arrays, whose shapes depend on `R`, `S` and `E` alone.
 
     Raises:
-      ValueError: an argument is wrong, or there are fewer slots than experts.
+      ValueError: an argument is out of range, or ranks that are alive have fewer than `E * min_replicas` slots.
+      TypeError: a number is no int.
     """
     caller = "balance.plan"
     ranks = _validate.integer(num_ranks, "num_ranks", caller, minimum=1)
@@ -159,7 +162,13 @@ def plan(
 
 @dataclasses.dataclass(frozen=True)
 class _Trial:
-    """Replicas `copies [E]`, the experts `held` by each rank, and the load of the busiest rank over the mean."""
+    """A placement that `plan` considers.
+
+    Attributes:
+      copies: int `[E]`, the number of replicas of each expert.
+      held: the experts of each of the `R` ranks; none for a rank that is not alive.
+      busiest: load of the busiest rank over the mean of the ranks that are alive.
+    """
 
     copies: np.ndarray
     held: list[list[int]]
@@ -168,8 +177,14 @@ class _Trial:
 
 @dataclasses.dataclass(frozen=True)
 class _Packing:
-    """Ways to give the replicas of experts with `load [E]` to `ranks` ranks of `slots` slots each; `nodes` lists the
-    ranks of each node that are alive."""
+    """Ways to give replicas of experts to ranks.
+
+    Attributes:
+      load: float64 `[E]`, the rows of each expert.
+      nodes: the ranks of each node that are alive; a node without such a rank is left out.
+      ranks: `R`, the number of all ranks, alive or not.
+      slots: `S`, the slots of each rank.
+    """
 
     load: np.ndarray
     nodes: list[list[int]]
@@ -177,12 +192,12 @@ class _Packing:
     slots: int
 
     def greedy(self, copies: np.ndarray) -> _Trial | None:
-        """Returns replicas packed greedily, or None if they do not fit."""
+        """Returns the trial in which `copies [E]` replicas are packed greedily, or None if they do not fit."""
         held = _pack_nodes(self.load / copies, copies, self.nodes, self.ranks, self.slots)
         return None if held is None else self._trial(copies, held)
 
     def swapped(self, trial: _Trial) -> _Trial:
-        """Returns the trial after swaps of replicas between the ranks of each node."""
+        """Returns the trial after swaps of replicas between the ranks of each node (`_swap`)."""
         if trial.busiest <= EVEN:
             return trial
         each, held = self.load / trial.copies, list(trial.held)
@@ -193,8 +208,10 @@ class _Packing:
         return self._trial(trial.copies, held)
 
     def with_other_replicas(self, trial: _Trial, least: int, most: int) -> _Trial:
-        """Returns the trial after exchanges of replicas between experts, at most `EXCHANGES` of which are tried. Each
-        expert keeps `least` replicas, and all together have at most `most`."""
+        """Returns the best trial found by giving the largest expert on the busiest rank one replica more, again and
+        again: a new one while all experts together have fewer than `most`, or that of an expert with more than `least`
+        replicas. At most `EXCHANGES` changes are tried, and a change is kept if the busiest rank is then less busy.
+        """
         tried = 0
         while trial.busiest > EVEN and tried < EXCHANGES:
             each = self.load / trial.copies
@@ -223,17 +240,23 @@ class _Packing:
         return trial
 
     def _trial(self, copies: np.ndarray, held: list[list[int]]) -> _Trial:
+        """Returns the trial with these replicas on these ranks, and how busy its busiest rank is."""
         each = self.load / copies
         mean = self.load.sum() / sum(map(len, self.nodes))
         return _Trial(copies, held, max(float(each[row].sum()) for row in held) / mean)
 
 
 def _swap(each: np.ndarray, held: list[list[int]], slots: int) -> list[list[int]]:
-    """Returns the experts of each rank after swaps between the busiest rank and another one: of a replica each, or of a
-    replica and an empty slot.
+    """Returns the experts of each rank of a node after swaps between its busiest rank and another one: of a replica for
+    another, or of a replica for an empty slot.
 
-    A swap is the one after which the busier of both has the least load, and the last is the one before a swap that
-    makes it no better. `each [E]` is the load of a replica, and `held` the experts of each rank.
+    Of all swaps, the one is made after which the busier of the two ranks has the least load. Swaps end when no swap
+    leaves that rank with less load than the busiest rank had, or when the busiest rank is within `EVEN` of the mean.
+
+    Args:
+      each: `[E]`, the load of one replica of each expert.
+      held: the experts of each rank of the node.
+      slots: of a rank.
     """
     empty = each.size
     loads = np.append(each, 0.0)
@@ -266,7 +289,8 @@ def _swap(each: np.ndarray, held: list[list[int]], slots: int) -> list[list[int]
 
 
 def _in_turn(experts: int, copies: int, up: np.ndarray, ranks: int) -> list[list[int]]:
-    """Experts of each rank, dealt out in turn: it always works, and where slots are scarce nothing else may."""
+    """Returns the experts of each of the `ranks` ranks, `copies` replicas of each expert dealt out in turn to the ranks
+    `up`. These fit whenever there are slots enough; where slots are scarce, the greedy packing may not."""
     held: list[list[int]] = [[] for _ in range(ranks)]
     for number in range(experts * copies):
         held[up[number % len(up)]].append(number // copies)
@@ -334,6 +358,8 @@ def _room(up: np.ndarray, ranks: int, slots: int, experts: int, caller: str) -> 
 
 
 def _load(counts: Any, caller: str) -> np.ndarray:
+    """Returns `counts [..., E]` added up, float64 `[E]`, or ones where all are zero. Raises ValueError for counts that
+    are no finite numbers `>= 0`."""
     array = np.asarray(counts)
     if array.ndim == 0 or array.shape[-1] == 0 or array.dtype.kind not in "iuf":
         raise ValueError(f"{caller}: counts is {array.dtype}{list(array.shape)}: must be numbers [E] or [..., E]")
@@ -344,8 +370,9 @@ def _load(counts: Any, caller: str) -> np.ndarray:
 
 
 def _order_of_replicas(load: np.ndarray, least: int, most: int, ranks: int) -> np.ndarray:
-    """Returns the experts that get one more than `least` replicas, in order: the next has the largest load per
-    replica."""
+    """Returns the experts that get a replica more than `least`, in the order in which they get it, at most `most`
+    entries: the next expert is the one with the largest load for each replica. An expert has at most `ranks` replicas,
+    and one without load gets no more than `least`."""
     heap = [
         (-value / least, expert, least) for expert, value in enumerate(load.tolist()) if ranks > least and value > 0
     ]

@@ -90,7 +90,17 @@ def traces() -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the table: of the first batch of a trace, and of those after it."""
+    """One line of the table. Ratios are rows of the busiest rank over the mean of all ranks.
+
+    Attributes:
+      home, planned: ratio of the first batch of a trace with experts at home, and with the plan made of this batch.
+      next_mean, next_worst: mean and largest ratio of the batches after it with the same plan.
+      hindsight_mean: their mean ratio with a plan made of all of them.
+      replanned_mean: their mean ratio with a plan made again every `PLANNED_EVERY` batches, of the batch in front.
+      twice_mean: their mean ratio with a plan of the first batch that puts every expert on two ranks at least.
+      exact_worst: their largest ratio with `balance="exact"`.
+      fetched: the most experts that a rank then fetches.
+    """
 
     home: float
     planned: float
@@ -104,8 +114,8 @@ class Row:
 
 
 def measure(trace: np.ndarray, ranks: int = 8, slots: int = 9) -> Row:
-    """Plans on the first batch, with 12.5% redundancy for 64 experts on 8 ranks and with every expert on two ranks, and
-    measures on the others."""
+    """Plans on the first batch of `trace`, int `[batches, E]`, and measures on the others: with `slots` on each rank, a
+    redundancy of 12.5% for 64 experts on 8 ranks, and with every expert on two ranks at least."""
     first, *others = trace
     placement = xm.balance.plan(first, ranks, slots)
     planned, later = busiest(first, placement), [busiest(counts, placement) for counts in others]
@@ -149,7 +159,7 @@ def record() -> None:
 
 
 def table() -> str:
-    """Markdown."""
+    """Returns the table of docs/lab/layers.md in Markdown: a line for each trace."""
     lines = [
         "| 64 experts on 8 ranks | at home | planned | its next 100: mean | worst "
         "| in hindsight | every 20: mean | two of each: mean | exact | lent |",

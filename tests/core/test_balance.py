@@ -88,7 +88,8 @@ def busiest(load, placement):
     [(64, 8, 9, 72, 1.01), (256, 64, 5, 288, 1.03), (256, 64, 5, 320, 1.01)],
 )
 def test_plan_balances_skewed_experts_quickly(experts, ranks, slots, most, bound, exponent):
-    """12.5% more replicas than experts, and 25%; no plan is better than the largest load of a replica."""
+    """With 12.5% and with 25% more replicas than experts. No plan is better than `floor`, the load of the largest
+    replica over the mean of the ranks."""
     for seed in range(3):
         load = zipf(exponent, experts, np.random.default_rng(seed))
         copies = np.ones(experts)

@@ -1,12 +1,13 @@
 """Weights that an exact balance lends, one or a few experts at a time: a rank keeps its own and copies none.
 
-Slots of a rank are `L` of its own experts, then those that it borrows (`_exact.places`). A product by the weights of
-all slots (`by_slots`) runs a kernel over the rows of the own experts. Then, round by round, it runs the kernel over the
-rows of the next experts that it borrows, which writes its results to the same array. The experts of a round are fetched
-from their homes while the kernel in front of it runs. Gradients of the weights (`contracted`) are made in the same
-rounds. Each goes home while the kernel of the next round runs, and is added there in ascending order of ranks. Thus
-memory for a few borrowed matrices suffices, whatever the routing lends. The number of rounds is that of the rank that
-borrows most: all ranks know it, and take part in the exchanges of every round.
+The slots of a rank hold its own `L` experts first, and then the experts that it borrows (`_exact.places`). A product
+by the weights of all slots (`by_slots`) runs a kernel over the rows of the rank's own experts. Then, round by round,
+it runs the kernel over the rows of the next borrowed experts, which writes its results to the same array. The weights
+of a round are fetched from their homes while the kernel of the round in front runs. Gradients of the weights
+(`contracted`) are made in the same rounds. Each gradient goes home while the kernel of the next round runs, and is
+added there in ascending order of ranks. Thus memory for a few borrowed matrices suffices, whatever the routing lends.
+The number of rounds is that of the rank that borrows most: all ranks know it, and take part in the exchanges of every
+round.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from xen_moe_jax._types import Handle, pytree
 from xen_moe_jax.pallas_kernels.hopper.rows import Into
 
 AT_ONCE = 2
-"""Experts that a rank borrows in one round where gradients are computed; one without them (`one_at_once`). Two are 8 %
-faster. A forward pass would take 1.20 times the memory of uniform routing instead of 1.10; with gradients the memory is
-the same (docs/lab/layers.md)."""
+"""Experts that a rank borrows in one round where gradients are computed. A pass without gradients borrows one expert in
+a round (`one_at_once`): with two it would take 1.20 times the memory of uniform routing instead of 1.10. With
+gradients, two in a round take as much memory as one, and a layer is 8 % faster (docs/lab/layers.md)."""
 
 
 @pytree(static=("axis_name", "at_once", "config"))
@@ -41,8 +42,8 @@ class Lent:
 
     Attributes:
       own: `[L, A, B]`, one matrix of each of this rank's experts.
-      borrowed: int32 `[R, N]`, the experts that each rank borrows, and then -1; the same on every rank.
-      active: bool `[R]`, or None for all ranks.
+      borrowed: int32 `[R, N]`, the experts that each rank borrows, followed by -1; the same on every active rank.
+      active: bool `[R]`, False for a rank that takes no part; None is all ranks.
       axis_name: names of the mesh axes over which the ranks are numbered.
       at_once: `W`, experts that a rank borrows in one round.
       config: tuning of the exchanges.
@@ -66,59 +67,69 @@ class Lent:
         return self.own.dtype
 
     def with_own(self, own: Any) -> Lent:
-        """Returns the same with other arrays of the own experts."""
+        """Returns the same loans with `own [L, ...]` in the place of the weights."""
         return dataclasses.replace(self, own=own)
 
     def gradient(self, own: Any) -> Lent:
-        """Returns the cotangent of the weights: integers have none."""
+        """Returns the cotangent of these weights: `own [L, A, B]` for the weights, and None for integers and masks,
+        which have none."""
         return dataclasses.replace(self, own=own, borrowed=None, active=None)
 
     def rounds(self) -> Any:
-        """Returns int32 `[]`, the number of rounds of the rank that borrows most experts."""
+        """Returns int32 `[]`, the number of rounds of the rank that borrows most experts; 0 where no rank borrows."""
         return -(-jnp.max(jnp.sum(self.borrowed >= 0, axis=1, dtype=jnp.int32)) // self.at_once)
 
     def of_round(self, array: Any, turn: Any, axis: int = 0) -> Any:
-        """Returns the `W` entries of round `turn` from an array that has `N` entries, one for each borrowed expert,
-        along `axis`. Behind the last entry, and in the round after the last, they are -1 for `borrowed`, and 0 for
-        other arrays."""
+        """Returns the `W` entries of round `turn` of an array that has `N` entries along `axis`, one for each expert
+        that a rank may borrow. Entries behind the `N`-th, and all entries of the round after the last one, are -1 for
+        `borrowed` and 0 for other arrays."""
         extra = [(0, -n % self.at_once + self.at_once if a == axis else 0) for a, n in enumerate(array.shape)]
         padded = jnp.pad(array, extra, constant_values=-1 if array is self.borrowed else 0)
         return lax.dynamic_slice_in_dim(padded, turn * self.at_once, self.at_once, axis)
 
     def rows_of_round(self, sizes: Any, turn: Any) -> tuple[Any, Any]:
-        """Returns the first row of round `turn`, int32 `[]`, and the rows of its experts, int32 `[W]`, where slots have
-        `sizes`, int32."""
+        """Returns the first row of round `turn`, int32 `[]`, and how many rows each of its experts has, int32 `[W]`.
+        `sizes`, int32 `[L + N]`, are the numbers of rows of all slots."""
         local = self.shape[0]
         before = jnp.arange(len(sizes), dtype=jnp.int32) < local + turn * self.at_once
         return jnp.sum(jnp.where(before, sizes, 0), dtype=jnp.int32), self.of_round(sizes[local:], turn)
 
     def fetch(self, turn: Any) -> _Moving:
-        """Starts to fetch `[W, A, B]`, the weights of the experts that this rank borrows in round `turn`; unspecified
-        where there is none. All ranks call it in the same round."""
+        """Starts to fetch `[W, A, B]`, the weights of the experts that this rank borrows in round `turn`. A matrix is
+        unspecified where the rank borrows no expert. All ranks call this in every round."""
         wanted = self.of_round(self.borrowed, turn, axis=1)  # the home of expert e is row e of all ranks
         return self._move(self.own, wanted, self.shape[0])
 
     def send_home(self, own: jax.Array, gradients: jax.Array, turn: Any, meanwhile: Any) -> tuple[jax.Array, Any]:
         """Sends `gradients [W, A, B]` of the experts that this rank borrows in round `turn` to their homes.
 
-        Returns `own [L, A, B]` with those that came here added in ascending order of ranks, each sum in float32 and
-        rounded to the dtype of `own`; and the result of `meanwhile`, which runs while the first ones travel. A home
-        gets `W` gradients at a time.
+        A home gets `W` gradients at a time, and all ranks take as many turns as the home that gets most.
+
+        Args:
+          own: `[L, A, B]`, the sums so far of the gradients of this rank's own experts.
+          meanwhile: `(work, operands)`: `work(operands)` runs while the first `W` gradients of each home travel.
+
+        Returns:
+          `own` with the gradients that came here added in ascending order of ranks, each sum in float32 and rounded to
+          the dtype of `own`; and the result of `work`.
         """
         ranks, local, width = self.borrowed.shape[0], self.shape[0], self.at_once
         expert = self.of_round(self.borrowed, turn, axis=1).reshape(-1)
         home = jnp.where(expert >= 0, expert // local, -1)
         me = _ranks.index(self.axis_name)
         slots = jnp.arange(ranks * width, dtype=jnp.int32)
-        before = (home == home[:, None]) & (slots < slots[:, None])  # few entries: sorting them takes longer
+        # `order` is the place of a gradient among all that go to the same home. Sorting so few would take longer.
+        before = (home == home[:, None]) & (slots < slots[:, None])
         order = jnp.where(home >= 0, jnp.sum(before, axis=1, dtype=jnp.int32), -1)
 
         def givers(number: Any) -> Any:
+            """Returns int32 `[R, W]`: gradients that each home gets in turn `number`, as `rank * W + row`, or -1."""
             place = order - number * width
             to = jnp.where((place >= 0) & (place < width), home * width + place, ranks * width)
             return jnp.full(ranks * width, -1, jnp.int32).at[to].set(slots, mode="drop").reshape(ranks, width)
 
         def add(number: Any, came: Any, own: Any) -> Any:
+            """Returns `own` plus `came [W, A, B]`, the gradients that this home got in turn `number`."""
             mine = lax.dynamic_index_in_dim(givers(number), me, 0, keepdims=False)
             for at in range(width):
                 row = jnp.where(mine[at] >= 0, expert[jnp.maximum(mine[at], 0)] % local, 0)
@@ -137,8 +148,11 @@ class Lent:
         return lax.fori_loop(1, (jnp.max(order) + width) // width, more, own), result
 
     def _move(self, rows: Any, source: Any, slots: int) -> _Moving:
-        """Starts to move `[W, ...]`: this rank's rows by `source int32 [R, W]`, numbered `rank * slots + row`, -1 for
-        none, from the `rows [slots, ...]` of all ranks."""
+        """Starts to move `[W, ...]` to this rank from the `rows [slots, ...]` of all ranks.
+
+        `source int32 [R, W]`, the same on every active rank, names the rows that each rank gets, numbered
+        `rank * slots + row`. -1 is no row, and what the rank then has in its place is unspecified.
+        """
         active = EVERY_RANK if self.active is None else self.active
         moving = _Moving(self, rows, jnp.where(source >= 0, source, NOWHERE), active, slots)
         return dataclasses.replace(moving, pending=moving.run(move_start_p))
@@ -146,7 +160,16 @@ class Lent:
 
 @pytree(static=("old_slots",))
 class _Moving:
-    """Rows that are on their way: operands of the start, and its pending result."""
+    """Rows that are on their way.
+
+    Attributes:
+      lent: the weights that are lent, which know axes and tuning.
+      rows: `[S, ...]`, the rows of this rank from which others get theirs.
+      source: int32 `[R, W]`, as an operand of `move_start_p`.
+      active: bool `[R]`, or `EVERY_RANK`.
+      old_slots: `S`.
+      pending: `[W, ...]`, the result of the start, which only the done may read; None before the start.
+    """
 
     lent: Lent
     rows: Any
@@ -156,18 +179,25 @@ class _Moving:
     pending: Any = None
 
     def run(self, primitive: Any, *pending: Any) -> Any:
+        """Returns the result of `move_start_p`, or of `move_done_p`, which gets the `pending` array too."""
         lent, new_slots = self.lent, self.source.shape[1]
         operands = self.rows, self.source, self.active, lent.axis_name, lent.config, *pending
         return between_ranks(primitive, *operands, old_slots=self.old_slots, new_slots=new_slots)
 
     def done(self) -> jax.Array:
-        """Waits for the rows and returns them."""
+        """Waits for the rows and returns them, `[W, ...]`."""
         return self.run(move_done_p, self.pending)
 
 
 def beside(moving: list[_Moving], work: Callable[..., Any], operands: Any) -> tuple[list[_Moving], Any]:
-    """Runs `work(operands)` after the rows of `moving` have started and before they are waited for. XLA would otherwise
-    go by data alone. Returns `moving`, whose `done` waits for the work, and the work's result."""
+    """Runs `work(operands)` after the rows of `moving` have started to travel, and before the program waits for them.
+
+    XLA orders operations by their data alone, and neither depends on the other. So one barrier makes the work depend on
+    the starts, and another one makes the ends depend on the work.
+
+    Returns:
+      `moving`, whose `done` comes after the work, and the result of the work.
+    """
     pending, operands = lax.optimization_barrier(([m.pending for m in moving], operands))
     pending, result = lax.optimization_barrier((pending, work(operands)))
     return [dataclasses.replace(m, pending=p) for m, p in zip(moving, pending, strict=True)], result
@@ -176,8 +206,15 @@ def beside(moving: list[_Moving], work: Callable[..., Any], operands: Any) -> tu
 def weights_of(
     weights: dict[str, Any], handle: Handle, move: Callable[..., Any], config: KernelConfig | None
 ) -> dict[str, Any]:
-    """Returns `weights` of this rank's experts for the slots of a dispatch with an exact balance: matrices lent,
-    and biases moved by `move(weights, old, new)`."""
+    """Returns the weights for the slots of a dispatch with an exact balance, by name.
+
+    Args:
+      weights: of this rank's own experts, by name: matrices `[L, A, B]`, which become `Lent`, and biases `[L, B]`,
+        which travel to the slots at once.
+      handle: of the dispatch; its placement says which experts each rank borrows.
+      move: `Placement.move`, called as `move(bias, None, placement)`.
+      config: tuning of the exchanges; None is the default.
+    """
     placement, spec = handle.placement, handle.spec
     local = -(-placement.num_experts // placement.num_ranks)
     borrowed, active = lax.stop_gradient((placement.experts[:, local:], handle.active))
@@ -191,21 +228,23 @@ def weights_of(
 
 
 def one_at_once(weights: dict[str, Any]) -> dict[str, Any]:
-    """Returns the weights, of which lent ones are lent one expert at a time."""
+    """Returns the weights by name, in which each `Lent` lends one expert in a round."""
     return {name: dataclasses.replace(w, at_once=1) if isinstance(w, Lent) else w for name, w in weights.items()}
 
 
 def by_slots(
     kernel: Callable[..., Sequence[Any]], by_row: Sequence[Any], weights: Sequence[Any], by_slot: Any, sizes: Any
 ) -> list[jax.Array]:
-    """Returns `kernel(by_row, weights, by_slot, sizes)`, arrays `[C, ...]` whose row `c` depends on rows `c` alone.
+    """Returns `kernel(by_row, weights, by_slot, sizes)`: arrays `[C, ...]` whose row `c` depends on row `c` of `by_row`
+    and on the weights of its slot alone.
 
     Args:
-      kernel: takes rows in groups. With `into=Into(arrays, first_row)` it overwrites the groups' rows in these arrays.
+      kernel: multiplies rows that are sorted by groups, one group for each matrix. With `into=Into(arrays, first_row)`
+        the first group begins at that row, and the kernel overwrites the groups' rows in these arrays.
       by_row: arrays `[C, ...]`.
-      weights: arrays `[L, ...]`, one for each group, or `Lent` ones.
+      weights: arrays `[L, A, B]`, one matrix for each slot, or `Lent` ones, whose borrowed experts have slots as well.
       by_slot: pytree of arrays with an entry for every slot.
-      sizes: int32, rows of each slot.
+      sizes: int32, the number of rows of each slot.
     """
     if not isinstance(weights[0], Lent):
         return list(kernel(by_row, weights, by_slot, sizes))
@@ -231,7 +270,7 @@ def by_slots(
         return [m.done() for m in moving], _varying(outs, axes)
 
     axes = varying_axes(by_row[0])
-    # Nothing travels before the rows are there.
+    # No weights start to travel before the rows have arrived: the dispatch then has the link to itself.
     weights, by_row = lax.optimization_barrier((list(weights), list(by_row)))
     moving, own = beside([w.fetch(0) for w in weights], of_own, by_row)
     carry = [m.done() for m in moving], _varying(own, axes)
@@ -239,22 +278,31 @@ def by_slots(
 
 
 def _into(*operands: Any, kernel: Any, tree: Any, **_: Any) -> tuple[Any, ...]:
+    """Returns the arrays after `kernel` has written its rows into them: the leaves of the last operand."""
     *given, first_row, outs = jax.tree.unflatten(tree, operands)
     return tuple(kernel(*given, into=Into(outs, first_row)))
 
 
 def _shapes_into(*operands: Any, tree: Any, **_: Any) -> list[Any]:
+    """Returns shapes and dtypes of these arrays."""
     return [(out.shape, out.dtype) for out in jax.tree.unflatten(tree, operands)[-1]]
 
 
 into_p = declare_composite("rows_into", _shapes_into, _into)
-"""A kernel that writes to arrays. As far as JAX knows, no kernel can write to one that varies over mesh axes: it is
-lowered apart."""
+"""A kernel that writes rows into arrays, its last operands. JAX refuses a kernel that writes into an array that varies
+over mesh axes; as a primitive, the kernel is traced only when it is lowered, without varying axes."""
 
 
 def contracted(kernel: Callable[..., Any], by_row: Sequence[Any], weights: Any, sizes: Any) -> Any:
-    """Returns the gradient of `weights` where it is `kernel(by_row, sizes)`, sums over the rows of each group; that of
-    `Lent` weights as they are. `kernel(by_row, sizes, first_row)` sums up groups of which the first begins there."""
+    """Returns the gradient of `weights`: `[L, A, B]`, or a `Lent` that holds it.
+
+    Args:
+      kernel: `kernel(by_row, sizes)` returns the gradient of one matrix for each group, a sum over the group's rows.
+        With `first_row` as a third argument, int32 `[]`, the first group begins at that row.
+      by_row: arrays `[C, ...]`, sorted by slots.
+      weights: the weights of the slots, `[L, A, B]` or `Lent`.
+      sizes: int32, the number of rows of each slot.
+    """
     if not isinstance(weights, Lent):
         return kernel(by_row, sizes)
     local, axes = weights.shape[0], varying_axes(by_row[0])
@@ -276,4 +324,5 @@ def contracted(kernel: Callable[..., Any], by_row: Sequence[Any], weights: Any, 
 
 
 def _varying(arrays: Sequence[Any], axes: Any) -> tuple[Any, ...]:
+    """Returns the arrays, made to vary over the mesh `axes`: the state of a loop must enter and leave a turn alike."""
     return tuple(_mesh.vary(array, axes) for array in arrays)

@@ -97,7 +97,8 @@ def rank_specs(config: MoEConfig) -> dict[str, PartitionSpec]:
 
 
 def weight_specs(weight: Any, spec: PartitionSpec) -> Any:
-    """Returns the spec of a parameter, or a `QuantizedWeight` or `Float8Weight` of the specs of its arrays."""
+    """Returns the spec by which a parameter is split, `spec` for an array. For a `QuantizedWeight` or a `Float8Weight`
+    the result is one of the same kind that holds the spec of each of its arrays."""
     if not isinstance(weight, QuantizedWeight | Float8Weight):
         return spec
     names = [*spec, *[None] * (weight.ndim - len(spec))]
@@ -128,9 +129,9 @@ def check_blocks(name: str, weight: Any, spec: PartitionSpec, mesh: Any) -> None
 
 def part_of_rank(config: MoEConfig, name: str, parameter: Parameter, weights: Any) -> Any:
     """Returns this rank's part of a parameter (own experts, own features); the rank may hold this part already, or all
-    of it. Of a `QuantizedWeight` or `Float8Weight` it is the part of each array.
+    of it. For a `QuantizedWeight` or a `Float8Weight` the result has this rank's part of each array.
 
-    Raises ValueError if it holds something else.
+    Raises ValueError if the rank holds neither.
     """
     if isinstance(weights, QuantizedWeight):
         values, scales = (

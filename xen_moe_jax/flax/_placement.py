@@ -152,11 +152,17 @@ def apply_moe(
 
 
 def quantized_weights(config: MoEConfig, mesh: Any, weights: dict[str, jax.Array]) -> dict[str, Float8Weight]:
-    """Returns the codes of a layer's expert weights by name, for `apply_moe`: `xm.quantize_weights` on every rank, of
-    weights rounded to `config.dtype`.
+    """Returns the codes of a layer's expert weights by name, for `quantized` of `apply_moe`: what `xm.quantize_weights`
+    makes on every rank of the rank's own part of each weight, rounded to `config.dtype`.
 
     Args:
-      mesh, weights: as in `apply_moe`.
+      mesh, weights: as in `apply_moe`. Weights that are a `QuantizedWeight` are left out.
+
+    Returns:
+      A `Float8Weight` without a master for each name, with as many experts as the weight.
+
+    Raises:
+      ValueError: experts are not in fp8 (`config.expert_dtype`), or the ranks of the mesh cut blocks of 128.
     """
     _check_expert_dtype(config)
     table = parameter_table(config)
@@ -192,11 +198,13 @@ def quantized_weights(config: MoEConfig, mesh: Any, weights: dict[str, jax.Array
 
 
 def _check_expert_dtype(config: MoEConfig) -> None:
+    """Raises ValueError unless experts are in fp8."""
     if config.expert_dtype is None:
         raise ValueError("quantized weights with MoEConfig.expert_dtype=None: set 'float8_e4m3fn', or give no codes")
 
 
 def _check_input(config: MoEConfig, x: Any, mask: Any, token_ids: Any, topk_idx: Any) -> None:
+    """Raises ValueError or TypeError for arguments of `apply_moe` of a wrong shape or dtype."""
     if x.ndim < 1 or x.shape[-1] != config.hidden_size:
         raise ValueError(f"x has shape {x.shape}: the last dimension must be hidden_size={config.hidden_size}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -218,6 +226,7 @@ def _check_input(config: MoEConfig, x: Any, mask: Any, token_ids: Any, topk_idx:
 
 
 def _check_placement(config: MoEConfig, placement: Any) -> None:
+    """Raises ValueError or TypeError for a placement that the layer cannot take, or needs and has not got."""
     if placement is None:
         if config.num_slots is not None:
             raise ValueError(

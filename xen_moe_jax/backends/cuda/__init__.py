@@ -10,9 +10,12 @@ from xen_moe_jax.backends.base import Backend
 from xen_moe_jax.backends.cuda import collectives, combine, dispatch, gather, gather_matmul, memory, module, start_done
 
 MOVES = ("move_weights", "move_weights_start", "move_weights_done", "reduce_gradients")
+"""Operations that the kernels run for some weights and ranks alone (`collectives.moves`)."""
 
 
 def _runs(operation: str, avals: Any, static: Any) -> bool:
+    """Returns whether the kernels run this operation on operands of shapes and dtypes `avals`; `static` is its `Call`,
+    `Move` or `Exchange`. A start and its done get the same weights first, so that they agree."""
     if operation == "combine_at_home":
         return combine.combines_at_home(static, avals[0])
     return operation not in MOVES or collectives.moves(static, avals[0])

@@ -156,9 +156,9 @@ def move_weights(
 ) -> jax.Array:
     """Returns weights `[S_new, ...]`, of the dtype of `weights [S_old, ...]`, in the slots of another placement.
 
-    `source int32 [R, S_new]`, the same on all ranks, gives the slot from which each slot gets its weights, as
-    `_placement.sources` does. A slot with `KEEP` is not written: its contents are undefined. With `start` the result is
-    pending: the done half (`start_done.py`) makes it usable.
+    `source int32 [R, S_new]`, the same on all active ranks, gives the slot from which each slot gets its weights, as
+    `_placement.sources` does. A slot with `KEEP` is not written, and its contents are unspecified. With `start` the
+    call is a start: it takes few SMs, and only its done (`start_done.py`) may read the result.
     """
     mesh = _mesh.lowering_mesh()
     ranks, slots = source.shape

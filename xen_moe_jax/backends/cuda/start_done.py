@@ -1,9 +1,9 @@
 """Start and done of an operation as two FFI calls: see "Start and done" in docs/design/cuda.md.
 
-A start runs the whole operation on a stream of the library's own and on few SMs (with few tokens between nodes, on none
-while rows travel), and returns at once. Its results are pending, and only the done may read them. The done passes them
-through, aliased, and makes XLA's stream wait for the operation. It takes the operands of the start too, so that XLA
-does not reuse their memory before.
+A start launches the whole operation on a stream of the library's own and on few SMs (with few tokens between nodes, on
+none while rows travel), and returns at once. Its results are pending, and only the done may read them. The done passes
+the results through, aliased, and makes XLA's stream wait for the operation. It takes the operands of the start too, so
+that XLA does not reuse their memory before the operation has ended.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from xen_moe_jax.backends.cuda.dispatch import dispatch
 
 
 def supports_async(spec: Spec, config: KernelConfig) -> bool:
-    """Returns True wherever the kernels run."""
+    """Returns True wherever the kernels run, unless there are no tokens."""
     del config
     try:
         module.compiled()
@@ -33,6 +33,7 @@ def supports_async(spec: Spec, config: KernelConfig) -> bool:
 
 
 def dispatch_start(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """Takes the operands of a dispatch; returns its results, pending."""
     return dispatch(call, *_apart(*operands), start=True)
 
 
@@ -43,15 +44,18 @@ def dispatch_done(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def combine_start(call: Call, *operands: jax.Array) -> jax.Array:
+    """Takes the operands of a combine; returns its result, pending."""
     return combine(call, *_apart(*operands), start=True)
 
 
 def move_weights_start(move: Move, weights: jax.Array, source: jax.Array, active: jax.Array) -> jax.Array:
+    """Takes the operands of `move_weights`; returns its result `[S_new, ...]`, pending."""
     weights, source, active = _apart(weights, source, active)
     return move_weights(move, weights, source, active, start=True)
 
 
 def combine_done(_: Call | Move, *operands: jax.Array) -> jax.Array:
+    """Takes the operands and the one result of the start of a combine, or of `move_weights`; returns this result."""
     *alive, out = operands
     return _wait([out], alive)[0]
 
@@ -63,7 +67,8 @@ def _apart(*operands: jax.Array) -> list[jax.Array]:
 
 
 def _wait(results: Any, alive: Any) -> list[jax.Array]:
-    """Returns `results` after they have arrived. Empty results have nothing to wait for."""
+    """Returns the pending `results` after they have arrived. XLA keeps the memory of the arrays `alive` until then.
+    Empty results have nothing to wait for."""
     real = [i for i, array in enumerate(results) if array.size]
     function = jax.ffi.ffi_call(
         "xen_moe_done",
