@@ -1,10 +1,10 @@
 """Gradient of a grouped matmul by the weights: `rows[group].T @ cotangents[group]` for each expert.
 
 What moves: tiles of rows `[C, A]` and of cotangents `[C, B]`, of which a visit multiplies the rows of one expert, in
-pieces as deep as the matrix unit. The first piece begins with at most 15 rows of another expert; rows of other experts
-and past the last one, which may be uninitialised memory, are replaced by zeros in both operands. The sums of an expert
-stay in VMEM in float32, and every piece writes them, rounded, to the block of the result that leaves after the expert's
-last visit: so no pass over the sums stands between two experts.
+pieces as deep as the matrix unit. A piece may have rows of other experts, and rows past the last expert, which may be
+uninitialised memory: zeros take their place in both operands. The sums of an expert stay in VMEM in float32. Every
+piece also writes them, rounded, to the block of the result, which leaves after the expert's last visit: so no pass over
+the sums stands between two experts.
 
 Tiles of a weight are the first two dimensions of the grid; two cores share the first. Tiles of many rows are cut at
 fewer experts, so fewer pieces are filled in part.
@@ -48,8 +48,8 @@ class WeightTiles:
 
 
 def pieces_of(begin: Any, end: Any, tiles: WeightTiles) -> tuple[Any, Any]:
-    """Returns how the rows `[begin, end)` of a tile are cut into pieces: the first row of the first piece, and their
-    number."""
+    """Returns how the rows `[begin, end)` of a tile are cut into pieces: the first row of the first piece, and the
+    number of pieces."""
     first = lax.div(begin, ALIGNMENT) * ALIGNMENT
     count = lax.div(end - first + (tiles.piece - 1), tiles.piece)
     # where the last piece would end behind the tile, all of them begin earlier, with rows of other experts
@@ -57,6 +57,7 @@ def pieces_of(begin: Any, end: Any, tiles: WeightTiles) -> tuple[Any, Any]:
 
 
 def _body(refs: Any, *, tiles: WeightTiles, local: int) -> None:
+    """Body of the kernel: one visit. Visits of the expert number `local` have nothing to do."""
     visit, expert = pl.program_id(2), refs.experts[pl.program_id(2)]
     above = refs.tiles[visit] * tiles.rows
     begin = jnp.maximum(jnp.where(expert > 0, refs.ends[jnp.maximum(expert - 1, 0)], 0) - above, 0)
@@ -86,7 +87,7 @@ def _body(refs: Any, *, tiles: WeightTiles, local: int) -> None:
         refs.out[0] = total.astype(refs.out.dtype)
 
     @pl.loop(0, ((expert < local) & starts & jnp.logical_not(some)).astype(jnp.int32))
-    def _(only: Any) -> None:  # an expert without rows has one visit
+    def _(only: Any) -> None:  # the one visit of an expert without rows
         del only
         refs.out[...] = jnp.zeros_like(refs.out)
 

@@ -7,8 +7,9 @@ transposed copy of `[L, B, A]` is made, and the products of several matmuls (gat
 the sum is rounded once and written.
 
 Who does it: a visit is a tile of rows and an expert with rows in it. Tiles come in order, so a tile that has rows of
-several experts stays in VMEM for all of them. Of a tile, a visit multiplies the rows of its expert in pieces, the first
-of which begins with at most 15 rows of another one. Rows past the last expert are written as zeros. Tiles of columns
+several experts stays in VMEM for all of them. A visit multiplies the rows of its expert in pieces. The first piece
+begins with at most 15 rows of another expert; only where the last piece would end behind the tile do all pieces begin
+earlier. The gradients write rows past the last expert as zeros, the products leave them unspecified. Tiles of columns
 are the first dimension of the grid; two cores share them.
 
 `activation_gradients` has more to do where a piece's sums are complete: the sums are the cotangent of an activation's
@@ -53,8 +54,8 @@ class Tiles:
         return self.piece + self.piece // 2
 
     def vmem_bytes(self, operands: int, itemsize: int, results: int = 1) -> int:
-        """Returns the bytes of VMEM that the kernel takes for `operands` cotangents, each with a weight, and `results`
-        blocks of the size of the result."""
+        """Returns the bytes of VMEM that the kernel takes for `operands` weights, each with a block of rows and one of
+        float32 sums, and for `results` blocks of the size of a result. Of every block but the sums there are two."""
         given = 2 * operands * (self.rows + self.columns) * self.depth * itemsize
         return given + self.rows * self.columns * (4 * operands + 2 * results * itemsize)
 
@@ -94,7 +95,10 @@ def pieces_of(begin: Any, end: Any, tiles: Tiles) -> tuple[Any, Any, Any]:
     """Returns how the rows `[begin, end)` of a tile are cut into pieces: the first row of the first piece, the number
     of pieces of `tiles.piece` rows, and 1 if a longer one of `tiles.longer` rows follows, else 0.
 
-    A piece of `tiles.piece` rows takes as long as a shorter one would, and a longer piece is cheaper than two.
+    A piece of `tiles.piece` rows takes as long as a shorter one would, and one longer piece is cheaper than two pieces.
+
+    Args:
+      begin, end: int32, numbers of rows within the tile; `begin` may be `end`.
     """
     first = lax.div(begin, ALIGNMENT) * ALIGNMENT
     count, rest = lax.div(end - first, tiles.piece), lax.rem(end - first, tiles.piece)
@@ -108,6 +112,8 @@ def pieces_of(begin: Any, end: Any, tiles: Tiles) -> tuple[Any, Any, Any]:
 def _body(
     refs: Any, *, tiles: Tiles, sums: Sums, transposed: bool, local: int, outs: int, zeros: bool, finish: Finish
 ) -> None:
+    """Body of the kernels: one step of one visit. An expert's number from `local` on stands for the rows past the last
+    expert, which with `zeros` are a group of their own, or for a visit that has nothing to do."""
     visit, step = pl.program_id(1), pl.program_id(2)
     expert, last = refs.experts[visit], pl.num_programs(2) - 1
     above = refs.tiles[visit] * tiles.rows
@@ -336,8 +342,12 @@ def _launched(
     Args:
       given: rows `[C, A]`, multiplied as `sums` says with `weights`, `[L, B, A]` if `transposed`, else `[L, A, B]`.
       extra: operands `[C, B]` or `[C, 1]` of `finish`.
-      results: their number, `[C, B]` each in the dtype of the rows; zero past the last group with `zeros`.
-      of_rows: number of further results, float32 `[N, C / rows, rows / 16, 16]` for `N` tiles of columns.
+      results: number of results `[C, B]` in the dtype of the rows; zero past the last group with `zeros`.
+      of_rows: number of further results, float32 `[N, C / rows, rows / 16, 16]`, which have one number of each row for
+        each of `N` tiles of columns.
+
+    Returns:
+      The results, then the further ones.
     """
     (rows, depth), (local, *shape), dtype = given[0].shape, weights[0].shape, given[0].dtype
     width = shape[0 if transposed else 1]

@@ -292,7 +292,7 @@ def _body(refs: _Refs, *, static: _Static) -> None:
     exist = _known(refs, static, block, static.columns.facts, static.columns.slots)
     # a block without pairs has one empty group, so that the next one's rows are asked for in one place
     groups = jnp.maximum(lax.div(exist + (pairs - 1), pairs), 1)
-    if static.cores > 1:  # the other core may have more blocks
+    if static.cores > 1:  # the grid has as many steps as the core with more blocks needs
         groups = jnp.where(block < blocks, groups, 0)
 
     @pl.loop(0, groups)
@@ -348,7 +348,8 @@ def reduce_slots(
       weights: float32 `[C]`, factors of the rows, or None.
       zero: int32 `[1]` at least, a zero unknown to the compiler, first.
       quantize: how to quantize partial sums, or None to send partial sums in `y.dtype`.
-      cores: 1, or `launch.cores`, where `halves_of_ranks` holds or the sums stay here.
+      cores: cores that share the pairs: 1; or `launch.cores` where `halves_of_ranks` is true, or where the sums stay on
+        this rank (`axes=None`).
 
     Returns:
       int32 `[staging_rows, *record.shape]`; rows that no rank addressed are unspecified.

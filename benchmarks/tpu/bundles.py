@@ -397,12 +397,14 @@ class Grid(NamedTuple):
     """A call of a kernel of grouped matmuls.
 
     Attributes:
-      products: multiplications of a piece of rows in a step of the grid. steps: of the grid. shared: of its first
-        dimension, which cores share. across: of the grid, for a visit. piece, tile: rows of a piece, of a tile.
-      columns: of a tile. rows: all of those that are results, or 0.
-      split: a visit has several steps, and reads its rows and its expert's weights again for the next visit.
-      given, beside: bytes that HBM moves in all steps for a row of the operands that are multiplied, and of others.
-      weights: bytes that it moves in all steps for an expert's weights, or for their gradient.
+      products: multiplications of a piece of rows in a step of the grid. steps: number of steps of the grid.
+      shared: length of the grid's first dimension, which cores share. across: number of steps of the grid that have
+        the same visit. piece, tile: rows of a piece, of a tile. columns: columns of a tile.
+      rows: rows of the result; 0 for a gradient by weights, whose result has none.
+      split: a visit has several steps, so that the next visit reads its rows and its expert's weights again.
+      given, beside: bytes that HBM moves in all steps for one row of the operands that are multiplied; for one row of
+        all other operands and of the results.
+      weights: bytes that HBM moves in all steps for one expert's weights, or for their gradient.
     """
 
     kernel: str
@@ -421,7 +423,11 @@ class Grid(NamedTuple):
 
 
 def grid_of(name: str, keywords: dict[str, Any], spec: Any, results: Any) -> Grid:
-    """The `Grid` of a call with `keywords` of the kernel's body."""
+    """The `Grid` of a call.
+
+    Args:
+      keywords: of the kernel's body. spec: its `grid_spec`. results: shape and dtype of each result.
+    """
     tiles, ((rows, *_), dtype) = keywords["tiles"], results[0]
     if name == BY_WEIGHT:
         across, tile = math.prod(spec.grid[:2]), tiles.above * tiles.columns

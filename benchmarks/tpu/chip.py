@@ -5,11 +5,11 @@ Parts, each a process of its own:
   `jax.lax.ragged_all_to_all` alone and `all_gather` + `psum_scatter`.
 - `kernels`: what each kernel of a dispatch and a combine takes. From the profiler where it shows TPU operations; else
   from programs that keep one kernel more each (`watch.keep`), as differences.
-- `further`: the same of all other kernels (`benchmarks.tpu.further`).
+- `further`: the same for all other kernels (`benchmarks.tpu.further`).
 - `layer`: an MoE layer, forward and with its gradients, beside the same layer on `jax.lax.ragged_all_to_all`.
 - `counted`: the static estimate, in which nothing runs: bundles of each kernel, XLA's estimate of its operations, time
   of the bytes on the wire and in HBM (`benchmarks.tpu.bundles`), of the chip that --generation and --devices name.
-- `counted-further`: that of the part `further`.
+- `counted-further`: the static estimate for the programs of `further`.
 
 `compared` joins the parts: measured over counted, for every kernel and operation. `benchmarks.tpu.here` says where a
 part runs; for a topology it only compiles, and writes the kernels of each program.
@@ -184,7 +184,11 @@ class Measured:
 
 
 def prepared(case: Case, sizes: dict[str, int], slices: int = 1) -> Measured:
-    """The case's workload, placed; for a topology its shapes alone. With several slices the mesh has a slow axis."""
+    """The case's workload, placed; for a topology its shapes alone.
+
+    Args:
+      sizes: `hidden`, `experts`, `top_k`. slices: ranks of the slow axis; the mesh has one if they are more than 1.
+    """
     import jax
 
     from benchmarks.tpu import further
@@ -418,7 +422,8 @@ def differences(names: list[str], us: list[float]) -> dict[str, float]:
 
 
 def time_kernels(clock: Clock, measured: Measured, program: Any, operation: str, put: Callable[[dict], None]) -> None:
-    """The kernels of one program."""
+    """Times the kernels of one program, and puts its row: by the profiler where it shows them, else as differences of
+    programs with one kernel more each."""
     from benchmarks.tpu import watch
 
     label, small = f"{measured.case.name}, {operation}", clock.small

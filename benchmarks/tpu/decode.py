@@ -58,8 +58,8 @@ MODELS = {
     "gpt-oss-120b": Model(2880, 2880, 128, 4, "clipped_swiglu", True),
 }
 ANCHOR = "sglang-jax-1387"
-"""A layer that others have measured: sglang-jax's pull request 1387 says 98 us on v7x, for a token on each of 8 ranks
-with 64 experts. Its hidden size and width are our assumption, which fits its bytes."""
+"""A layer that sglang-jax has measured: its pull request 1387 says 98 us on v7x, for a token on each of 8 ranks with 64
+experts each. Hidden size and width are our assumption, which fits the bytes that the pull request names."""
 MODELS[ANCHOR] = Model(4096, 1024, 512, 8)
 SHOWN = tuple(name for name in MODELS if name != ANCHOR)
 TOKENS = (8, 32, 128)
@@ -465,7 +465,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 key = operator.itemgetter("generation", "model", "tokens", "weights", "matmul")
-"""Names a layer, of a row."""
+"""Returns what names the layer of a row: no two rows of a file have the same."""
 
 
 def merged(path: str, document: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,8 +1,9 @@
-"""Programs whose kernels no dispatch or combine of `benchmarks.tpu.chip` has: what is timed, and what is counted.
+"""Programs of the kernels that no dispatch or combine of `benchmarks.tpu.chip` has: how they are timed and counted.
 
-With them, `tools/tpu_check.py` times every kernel of `pallas_kernels/` that runs on TPUs, beside its count for the same
-chip (`KERNELS`): a redispatch, an exchange, halves, two mesh axes, decode layers, and grouped matmuls.
-Both the loop that is timed and the single call that is counted are made from one `tuning.programs.Program`.
+These programs are a redispatch, an exchange, halves, a dispatch on two mesh axes, decode layers, and grouped matmuls.
+With them, `tools/tpu_check.py` times every kernel of `pallas_kernels/` that runs on TPUs (`KERNELS`), beside its count
+for the same chip. The loop that is timed and the single call that is counted are made from one
+`tuning.programs.Program`.
 """
 
 from __future__ import annotations
@@ -28,20 +29,22 @@ SLICES = 2
 """Ranks of the slow axis, where there are two; one slice has them, too."""
 BFLOAT16 = Case("throughput-bf16", 4096, "grouped", None, None)
 FEW, MANY = 64, 1024
-"""Tokens of all ranks of a decode. With many an expert has more rows than one core multiplies while HBM gives weights:
-where a device has two cores, both run the layer, and a second kernel adds the rows up."""
+"""Tokens of all ranks together, in a decode. With `MANY` tokens an expert has more rows than one core multiplies while
+HBM reads the expert's weights: where a device has two cores, both run the layer, and a second kernel adds the rows
+up."""
 DECODED = "Qwen3-30B-A3B"
 """Model of the decode layers."""
 WIRE = "float8_e4m3fn"
-"""Of a decode layer that is not one kernel."""
+"""Wire of the decode layer that is several kernels."""
 ACTIVATION = "swiglu"
 
 
 class Further(NamedTuple):
     """Attributes:
-    operation: its name in the report. kernels: for which it is there; each is in the program of some chip.
-    case: of the report. sizes: `hidden`, `experts`, `top_k`, or None for those of `chip`. slices: of the mesh.
-    make: `(Given) -> Program`.
+    operation: name of the program in the report. kernels: the kernels for whose sake the program is there; a chip may
+      have some of them alone. case: function from a number of ranks to the case of the report.
+    sizes: `hidden`, `experts`, `top_k`, or None for those of `chip`. slices: ranks of the mesh's slow axis; 1: it has
+      none. make: function that makes the `Program`.
     """
 
     operation: str
@@ -55,7 +58,8 @@ class Further(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Given:
     """Attributes:
-    problem: placed, or its shapes for a topology. config: of the kernels. small: of a rehearsal.
+    problem: placed, or its shapes alone where programs are only compiled. config: of the kernels. small: it has the
+      sizes of a rehearsal.
     """
 
     problem: Any
@@ -229,7 +233,8 @@ KERNELS = (*OF_OPERATIONS, *dict.fromkeys(kernel for one in FURTHER for kernel i
 
 
 def counted(one: Further, given: Given, generation: str, folder: str) -> dict[str, Any]:
-    """The row of the static estimate for one call: its kernels, their microseconds, and why others have no count."""
+    """The row of the static estimate for one call: its kernels and their microseconds, or the reason why the kernels of
+    `one` have no count."""
     from benchmarks.tpu import bundles, topologies
     from xen_moe_jax.tuning import timing
 

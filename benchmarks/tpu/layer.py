@@ -56,7 +56,8 @@ MATMULS = ("auto", "ragged_dot", "tokamax")
 PROGRAMS = ("xen_moe_jax", "jax.lax.ragged_all_to_all")
 """Names of `layer_programs.OWN` and `layer_programs.PEER`."""
 ONE_HOST = tuple(TARGETS)[:2]
-"""Topologies for which the layers are compiled with every matmul; the others with the first that the program has."""
+"""Topologies for which a program is compiled with each of its matmuls; for other topologies, with the first one
+alone."""
 IDENTITY = ("topology", "program", "matmul")
 
 
@@ -228,10 +229,12 @@ def kernel_cycles(program: tpu_bundles.Program, devices: int, seed: int) -> tupl
 def grouped_cycles(
     program: tpu_bundles.Program, chip: tpu_topologies.Topology, experts: tuple[int, ...]
 ) -> dict[str, float]:
-    """Cycles of our kernels of the matmuls and of their gradients by name, instances of one name together. A piece of
-    rows takes its bundles, or the peak time of its products where that is longer; a kernel takes that, or the time in
-    which HBM moves its bytes. Pieces with more products have more bundles: kernels and the calls that were traced are
-    matched in this order. Calls of the same shapes may be one kernel.
+    """Cycles of our kernels of the matmuls and of their gradients by name, instances of one name together.
+
+    A piece of rows takes its bundles, or the peak time of its products where that is longer. A kernel takes the time of
+    its pieces and steps, or the time in which HBM moves its bytes where that is longer. Pieces with more products have
+    more bundles: in this order kernels of the dump and calls that were traced are matched. Calls of the same shapes may
+    be one kernel.
 
     Args:
       experts: rows of each expert of a rank.

@@ -22,7 +22,7 @@ OF_KERNEL = {
     "xen_moe_grouped_by_weight": 3,
     "xen_moe_activation_gradients": 1,
 }
-"""Matmuls that the kernels of ours with this name make."""
+"""By the name of a kernel of ours: how many of the nine matmuls all its calls in a layer make."""
 MATMULS = 9
 """Grouped matmuls of gate, up and down: forward, and backward by rows and by weights."""
 
@@ -65,8 +65,11 @@ def kernels_us(row: dict[str, Any]) -> dict[str, float]:
 
 
 def beyond_peak_us(row: dict[str, Any], matmuls: float) -> dict[str, float]:
-    """Microseconds of the grouped matmuls beyond the peak: of our kernels by name, and of XLA's. They take the place of
-    so many of the nine matmuls, which need `matmuls` together."""
+    """Microseconds that grouped matmuls need beyond the peak: our kernels by name, and XLA's as "ragged_dot".
+
+    Args:
+      matmuls: microseconds that the nine matmuls need at the peak, together.
+    """
     beyond = {
         name: max(us - matmuls * OF_KERNEL[name] / MATMULS, 0.0) for name, us in row.get("grouped_us", {}).items()
     }

@@ -161,8 +161,9 @@ def compile_layer(
 
 @contextlib.contextmanager
 def for_other_devices(grouped_matmul: str) -> Iterator[None]:
-    """Inside this context, tokamax chooses its kernels for other devices than those of this process, CPUs; and "auto"
-    is what it is where tokamax is not installed."""
+    """Inside this context a layer chooses its matmuls as on a TPU, though this process has CPUs alone. With "tokamax",
+    tokamax chooses its kernels for the devices of the mesh. With any other name, tokamax counts as not installed, so
+    that "auto" is this library's choice."""
     if grouped_matmul == "tokamax":
         from tokamax.config import cross_compile
 

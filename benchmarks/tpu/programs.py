@@ -39,7 +39,8 @@ CASES = (
 )
 
 SENDING = ("push", "reduce_slots", "exchange", "forward", "done")
-"""Kernels that end when rows have travelled to other ranks: a start half does not wait, its done half does."""
+"""Kernels that end when rows have travelled to other ranks. The kernel of a start half is not among them: its done half
+waits."""
 
 # -- counting ---------------------------------------------------------------------------------------------------------
 

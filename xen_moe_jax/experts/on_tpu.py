@@ -1,10 +1,10 @@
 """Grouped matmuls on TPU: Pallas kernels for the products and for their gradients.
 
 XLA's `ragged_dot` multiplies 128 rows at a time and reads them again for each 128 columns, which takes HBM longer than
-the matrix units. It multiplies cotangents with weights that XLA has transposed by a copy, all experts of the chip in
-every step, and XLA computes the activation, and adds the cotangents of the rows by gate and by up, in passes over all
-rows. The kernels of `pallas_kernels/grouped_transposed.py` and `grouped_by_weight.py` read weights as they lie, and the
-activation and the sum are in them.
+the products take the matrix units. For a gradient by the rows, XLA transposes the weights of all experts of the chip by
+a copy in every step. The activation, and the sum of the rows' cotangents by gate and by up, are passes of XLA over all
+rows. The kernels of `pallas_kernels/grouped_transposed.py` and `grouped_by_weight.py` read weights as they lie, and
+compute the activation and that sum themselves.
 """
 
 from __future__ import annotations
@@ -39,24 +39,26 @@ LEAST = 128
 ROWS = (512, 256, 128)
 """Rows of a tile, the preferred number first."""
 PIECES = {"v6e": 128, "tpu7x": 128}
-"""Rows of a tile that are multiplied at a time, by generation of the chip; other generations have 64. An expert may
-begin inside a piece, which is then multiplied by the weights of both experts: the smaller the piece, the fewer rows are
-multiplied twice. Fewer than this take as long: the matrix unit is loaded with weights in that time."""
+"""Rows of a tile that are multiplied at a time, by generation of the chip; other generations have 64. The last piece of
+an expert in a tile is filled in part: the smaller the piece, the fewer rows are multiplied in vain. A piece of fewer
+rows than this would take as long: the matrix unit is loaded with weights in that time."""
 COLUMNS, DEPTHS = (1792, 1024, 896, 512, 256, 128), (2048, 1024, 512, 256, 128)
 """Columns of a tile, and elements of the contracted dimension that one step multiplies, the preferred ones first. One
 step for the whole contracted dimension is preferred to all of these."""
 STEP = 2**22
 """Most elements of the weights of a step: the program of a step, which has no loop over them, grows with them."""
 WEIGHT_ROWS = (2048, 1024, 512, 256, 128)
-"""Rows of a tile of the gradients by weights, which are cut into pieces as deep as the matrix unit: 128 rows, and 256
-where `PIECES` has the generation."""
+"""Rows of a tile of the gradients by weights, the preferred number first. Their pieces are as deep as the matrix unit:
+256 rows on the generations that `PIECES` names, 128 on others."""
 AREA = 2**18
-"""Elements of a tile of a weight, of which a gradient has the more rows in a tile, the fewer bytes HBM would move."""
+"""Elements that a tile of a weight has at least in a gradient by the weight, where VMEM and the sizes allow it: with
+smaller tiles HBM would move more bytes, and tiles of more rows are taken only beside a tile of this size."""
 DEFAULT = KernelConfig(backend="pallas")
 
 
 def supports(rows: Any, weights: Any) -> bool:
-    """Returns True on a TPU, for rows `[C, A]` and weights `[L, A, B]` of one dtype that whole tiles cover."""
+    """Returns True on a TPU for rows `[C, A]` and weights `[L, A, B]` of one dtype of `DTYPES`, where `C`, `A` and
+    `B` are multiples of 128 and `C` is not 0."""
     whole = (
         rows.shape[0] > 0
         and rows.shape[0] % LEAST == 0
@@ -88,8 +90,11 @@ def activated(
     keep: bool,
     config: KernelConfig | None = None,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Returns the activation of the `products`, `[C, B]`, computed in float32 and rounded once; and the products with
-    `keep`, else none."""
+    """Returns the activation of the `products`, `[C, B]`, computed in float32 and rounded once; and with `keep` the
+    products, else an empty list. Both are unspecified past the last group.
+
+    It has no derivative: `behind_activation` and `by_operands` are those of its caller.
+    """
     config = config or DEFAULT
     inner, *kept = _products_p.bind(rows, *weights, group_sizes, activation=activation, keep=keep, config=config)
     return inner, kept
@@ -147,7 +152,8 @@ def behind_activation(
       group_sizes: int32 `[L]`, rows of each expert.
 
     Returns:
-      The cotangents of the projections; the rows `f * a(projections)`, and float32 `[C]`, the cotangent of `f`.
+      The cotangents of the projections; the rows `f * a(projections)`, `[C, F]`; and float32 `[C]`, the cotangent of
+      `f`. All are zero past the last group.
     """
     found = _gradients_p.bind(
         cotangent, weight, factors, group_sizes, *projections, activation=activation, config=config
@@ -244,9 +250,14 @@ def _shapes_by_weight(rows: Any, cotangent: Any, group_sizes: Any, **_: Any) -> 
 def weight_tiles_for(
     limit: int, rows: int, depth: int, width: int, itemsize: int, piece: int, cores: int = 1
 ) -> WeightTiles:
-    """Returns tiles that take at most three quarters of `limit` bytes of VMEM: of the most rows that leave room for a
-    tile of the weight of `AREA` elements, and of these one for which HBM moves the fewest bytes. `cores` share the
-    tiles of `depth` evenly where that is possible."""
+    """Returns tiles that take at most three quarters of `limit` bytes of VMEM. They have the most rows beside which a
+    tile of the weight of `AREA` elements has room, and of the tiles with so many rows HBM moves the fewest bytes for
+    them. `cores` share the tiles of `depth` evenly where that is possible.
+
+    Args:
+      rows: `C`, which the tiles' rows divide. depth, width: `A` and `B` of the weight, multiples of 128.
+      itemsize: bytes of an element. piece: `WeightTiles.piece`.
+    """
     found = []
     for size in WEIGHT_ROWS:
         if rows % size or size % piece:
