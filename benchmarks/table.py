@@ -136,8 +136,9 @@ def jax_table(path: pathlib.Path) -> str:
     """The library beside untuned and tuned JAX, the end of every setting, and every round trip."""
     content = json.loads(path.read_text())
     machine = content["machine"]
+    days = " and ".join(sorted({entry["time"][:10] for entry in content["settings"].values() if entry.get("time")}))
     lines = [
-        f"{machine['devices']} x {machine['device_kind']}, jax {content['versions']['jax']}; {content['time'][:10]}.\n",
+        f"{machine['devices']} x {machine['device_kind']}, jax {content['versions']['jax']}; {days}.\n",
         *commands(content),
         jax_best.goal_line(content) + "\n",
         "| " + " | ".join(jax_best.COLUMNS) + " |",

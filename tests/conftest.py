@@ -135,7 +135,7 @@ def pytest_runtest_setup(item):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--share", type=int, metavar="N", help="the first and each Nth case of every selected test")
+    parser.addoption("--share", type=int, metavar="N", help="of every selected test one case in N, and the first")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -153,7 +153,9 @@ def pytest_collection_modifyitems(config, items):
         if missing:
             raise pytest.UsageError(f"tests/support/thorough.py names tests that are not there: {missing}")
     selected = yield  # -m and -k have selected when this comes back
-    if config.option.share:
+    if config.option.share is not None:
+        if config.option.share < 1:
+            raise pytest.UsageError(f"--share={config.option.share}: N is 1 or more, of which one case runs")
         kept = selections.share([item.nodeid for item in items], config.option.share)
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
         items[:] = [item for item in items if item.nodeid in kept]

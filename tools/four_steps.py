@@ -66,8 +66,8 @@ def native_programs(context: Any) -> Commands:
     kernels = context.scratch / "kernels"
     lines = [f"cd '{ROOT}'; JOBS=32 tools/build_kernels.sh '{kernels}' {TARGET}"]
     objects = f"'{kernels}'/*.o"
-    lines += [f"{compiled(context, name, sources, objects)} &" for name, sources in NATIVE.items()]
-    return [["bash", "-ec", "\n".join([*lines, "wait"])]]
+    lines += [f"{compiled(context, name, sources, objects)} & made+=($!)" for name, sources in NATIVE.items()]
+    return [["bash", "-ec", "\n".join([*lines, 'for one in "${made[@]}"; do wait "$one"; done'])]]
 
 
 def native(context: Any, name: str, *arguments: str) -> list[str]:
@@ -270,8 +270,12 @@ STEPS = (
 )  # fmt: skip
 
 
+NEEDED = {"four2-kernels": "four2-native", "four4-slow-link": "four2-native"}
+"""Steps that run the program of another step."""
+
+
 def chosen(words: str) -> list[Step]:
-    """Returns the steps that `words` names, in the order of `STEPS`.
+    """Returns the steps that `words` names, and the steps that these need, in the order of `STEPS`.
 
     Args:
       words: words between commas: "four" (all steps), "four1" to "four5" (a part), or the name of a step.
@@ -284,5 +288,7 @@ def chosen(words: str) -> list[Step]:
         steps = [step for step in STEPS if word in ("four", step.name, step.name.split("-")[0])]
         if not steps:
             raise SystemExit(f"--steps {word}: there are four, four1 to four5, and {[s.name for s in STEPS]}")
-        found += [step for step in steps if step not in found]
-    return [step for step in STEPS if step in found]
+        found += steps
+    names = {step.name for step in found}
+    names |= {NEEDED[name] for name in names & NEEDED.keys()}
+    return [step for step in STEPS if step.name in names]

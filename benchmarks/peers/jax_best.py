@@ -62,14 +62,14 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
     }
     began = time.monotonic()
     for name in names:
-        left = options.seconds - (time.monotonic() - began)
-        limit = left if options.lock else min(left, SETTINGS[name].seconds or options.setting_seconds)
-        if limit < 15:  # a process needs that much to start and to compile
-            document["left_out"].append(name)
-            continue
-        report.progress(f"== {name}, {limit:.0f} s at most")
         # Processes of one device each wait for one another in a collective, so that the parent takes the turn for all.
         with turns.alone(options.lock if SETTINGS[name].process_per_device else None):
+            left = options.seconds - (time.monotonic() - began)
+            limit = left if options.lock else min(left, SETTINGS[name].seconds or options.setting_seconds)
+            if limit < 15:  # a process needs that much to start and to compile
+                document["left_out"].append(name)
+                continue
+            report.progress(f"== {name}, {limit:.0f} s at most")
             entry, head = run_in_processes(name, options, limit)
         document["settings"][name] = entry | {
             "command": command,

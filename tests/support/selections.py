@@ -30,13 +30,16 @@ def marks(nodeid: str) -> list[str]:
 
 def share(nodeids: list[str], of: int) -> set[str]:
     """Returns the tests that run on a second version of jax (`--share`): none of `OF_ONE_JAX`, and of every other test
-    its first case and each `of`th one after it, in the order of `nodeids`. A test without parameters is one case.
+    its first case and about one in `of` of the others. A test without parameters is one case.
 
-    What another version breaks is a function of jax, or what XLA makes of it, and each test calls the same ones in all
-    of its cases. The library's own arithmetic, by which cases differ, has met all of them on the first version.
+    One of each `of` neighbours is chosen, at a place that moves by one from these neighbours to the next ones, so that
+    a parameter that repeats in steps of two or four is chosen with all of its values.
+
+    What another version breaks is a function of jax, or what XLA makes of it, and most cases of a test call the same
+    ones. The library's own arithmetic, by which cases differ, has met all of them on the first version.
     """
     cases: dict[str, list[str]] = {}
     for nodeid in nodeids:
         if not nodeid.removeprefix("tests/").startswith(OF_ONE_JAX):
             cases.setdefault(nodeid.split("[", 1)[0], []).append(nodeid)
-    return {case for of_one_test in cases.values() for case in of_one_test[::of]}
+    return {case for one in cases.values() for at, case in enumerate(one) if (at + at // of) % of == 0}

@@ -57,6 +57,7 @@ def test_commands_side_by_side_all_run_to_their_end(tmp_path):
 def test_steps_are_chosen_by_part_and_by_name():
     assert four_steps.chosen("four") == list(four_steps.STEPS)
     assert {step.name for step in four_steps.chosen("four2,four5-elastic")} > {"four2-link", "four5-elastic"}
+    assert [step.name for step in four_steps.chosen("four4-slow-link")] == ["four2-native", "four4-slow-link"]
     with pytest.raises(SystemExit, match="--steps four6: there are four, four1 to four5"):
         four_steps.chosen("four6")
 
