@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,15 +22,19 @@ from xen_moe_jax.tuning.workload import Workload
 
 
 def measure_programs(
-    problem: Problem, chosen: list[programs.Program], options: argparse.Namespace, checks: dict[str, Any]
+    problem: Problem,
+    chosen: list[programs.Program],
+    options: argparse.Namespace,
+    check: Callable[[], dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Checks, compiles and times `chosen`; one result row each."""
+    """Compiles `chosen`, and in a turn of its own runs `check` and times the programs; one result row each."""
     work = problem.work
     inner = command_options.inner_calls(options, problem.platform, work.tokens)
     timed, errors = [], []
     report.progress(f"compiling {len(chosen)} programs")
     starts = timing.compile_all(chosen, problem, inner, options.unroll, with_memory=True)
     with turns.alone(options.lock):
+        checks = check()
         for program, start in zip(chosen, starts, strict=True):
             report.progress(f"preparing {program.name}: {program.operation}")
             error = {}
@@ -40,10 +46,11 @@ def measure_programs(
             timed.append(start())
         report.progress(f"timing {len(timed)} programs, {options.repeats} repeats")
         timing.measure(timed, options.repeats, progress=report.progress)
+        for entry in timed:
+            verify.check_timed_result(entry, problem)
     rows = accounting.off_rank_rows(work, problem.topk_idx)
     results = []
     for entry, error in zip(timed, errors, strict=True):
-        verify.check_timed_result(entry, problem)
         row = report.result_row(entry, work, rows, error)
         wire = work.return_wire if entry.program.operation == "combine" else work.dispatch_wire
         results.append(row | {"tokens": work.tokens, "wire_row_bytes": accounting.wire_row_bytes(work.hidden, wire)})
@@ -75,13 +82,14 @@ def run(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
         "capacities": dataclasses.asdict(problem.caps),
         "symmetric_bytes_per_rank": symmetric_bytes(work, config),
     }
-    with turns.alone(options.lock):
-        checks = own_checks(problem, config, options)
-        if options.mode == "overlap":
+    check = functools.partial(own_checks, problem, config, options)
+    if options.mode == "overlap":
+        with turns.alone(options.lock):
+            check()
             return head | {"overlap": overlap.run(problem, config, options), "results": []}
     operations = command_options.operations(options)
     if options.mode == "sweep-sms":
-        results = sweep(problem, config, operations, options, checks)
+        results = sweep(problem, config, operations, options, check)
     else:
         chosen = programs.own_programs(work, problem.caps, config, operations)
         names = command_options.peer_names(options)
@@ -90,7 +98,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> dict[str, Any]:
         if options.mode == "low-latency":
             by_barriers = options.unroll > 1 and problem.platform == "gpu"
             chosen.append(loops.empty_chain() if by_barriers else loops.empty_loop())
-        results = measure_programs(problem, chosen, options, checks)
+        results = measure_programs(problem, chosen, options, check)
         if options.mode == "low-latency":
             report.subtract_loop(results)
         report.add_ratios(results)
@@ -125,7 +133,7 @@ def sweep(
     config: xm.KernelConfig,
     operations: tuple[str, ...],
     options: argparse.Namespace,
-    checks: dict[str, Any],
+    check: Callable[[], dict[str, Any]],
 ) -> list[dict[str, Any]]:
     """Every operation at every number of thread blocks, repeats interleaved over all of them."""
     chosen, sms = [], []
@@ -134,7 +142,7 @@ def sweep(
         for program in programs.own_programs(problem.work, problem.caps, configured, operations):
             chosen.append(program)
             sms.append(count)
-    results = measure_programs(problem, chosen, options, checks)
+    results = measure_programs(problem, chosen, options, check)
     for row, count in zip(results, sms, strict=True):
         row["num_sms"] = count
         row["name"] += f" num_sms={count}"
