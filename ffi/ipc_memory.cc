@@ -55,10 +55,13 @@ void* Allocate(uint64_t bytes) {
   std::lock_guard<std::mutex> lock(ipc.mutex);
   OnGpu guard(ipc.ordinal);
   void* memory = nullptr;
-  if (Failed(cudaMalloc(&memory, (bytes + kIpcUnit - 1) / kIpcUnit * kIpcUnit), "cudaMalloc")) {
-    why +=
-        ": JAX preallocates most of the GPU's memory, which all ranks on it share: lower XLA_CLIENT_MEM_FRACTION, or "
-        "lower num_tokens or hidden";
+  const cudaError_t e = cudaMalloc(&memory, (bytes + kIpcUnit - 1) / kIpcUnit * kIpcUnit);
+  if (Failed(e, "cudaMalloc")) {
+    if (e == cudaErrorMemoryAllocation) {
+      why +=
+          ": JAX preallocates most of the GPU's memory, which all ranks on it share: lower XLA_CLIENT_MEM_FRACTION, or "
+          "lower num_tokens or hidden";
+    }
     return nullptr;
   }
   ipc.blocks[memory];

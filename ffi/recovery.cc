@@ -68,8 +68,8 @@ void Recovery::Quiet(double seconds) {
   Interrupt(seconds);
   if (persistent_.made() && !persistent_.WaitIdle(seconds)) {
     Refuse("a GPU of this process was still busy after " + std::to_string(static_cast<int>(seconds)) +
-           " s, not with an operation of this library: those have been told to end. Wait until no program runs, and "
-           "call group.recover(step) again");
+           " s, not with an operation of this library: those have been told to end. Call join, boundary, recover and "
+           "close of a group while no program runs: wait with jax.block_until_ready before the call");
   }
 }
 

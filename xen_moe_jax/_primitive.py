@@ -222,13 +222,15 @@ def _masked(
 
 
 def _noted(run: Callable, group: Any, operation: str, avals: Sequence[Any], params: dict[str, Any]) -> Callable:
-    """Returns `run` for a group: while it is traced, it notes the operation (`Group.note`), because a process that
-    joins compares its operations with those of the group."""
+    """Returns `run` for a group: once it has been traced, it notes the operation (`Group.note`), because a process that
+    joins compares its operations with those of the group. An operation that cannot be traced is no part of a
+    program."""
 
     def noted(*operands: Any) -> Any:
         arrays = " ".join(f"{aval.dtype.name}{list(aval.shape)}" for aval in avals)
+        results = run(*operands)
         group.note({"operation": operation, "operands": arrays, "site": _mesh.lowering_site(), **params})
-        return run(*operands)
+        return results
 
     return noted
 

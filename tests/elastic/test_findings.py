@@ -1,6 +1,9 @@
 """Moments that chance hardly ever hits: a process is killed or stopped between two stores, wakes late, or differs."""
 
+import concurrent.futures
 import contextlib
+import dataclasses
+import fcntl
 import os
 import signal
 import threading
@@ -14,7 +17,7 @@ import pytest
 import xen_moe_jax as xm
 from tests.elastic.test_members import FORK, steps, until
 from tests.elastic.test_members import ranks as ranks  # a fixture
-from xen_moe_jax import _spec, balance, elastic
+from xen_moe_jax import _primitive, _spec, balance, elastic
 from xen_moe_jax.backends.cuda import liveness, members, memory
 from xen_moe_jax.elastic import _board, _membership
 
@@ -230,6 +233,51 @@ def test_a_newcomer_with_other_operations_is_refused_alone(open_group, mine, tex
     assert member.active().tolist() == [True, False, False]
 
 
+def test_newcomers_are_compared_with_each_other_and_without_the_lock(open_group, monkeypatch):
+    groups = [open_group(5) for _ in range(5)]
+    for group, own in zip(groups, ([], [LAYER[1]], [operation("combine", 2, 7)], LAYER[1:], []), strict=True):
+        for one in (LAYER[0], *own):
+            group.note(one)
+    member, more, other, same, late = groups
+    member.join()
+    member.note(operation("dispatch", 8, 9))
+    assert len(member._operations) == 1, "nothing reads the notes of a member"
+    difference, free = _membership._difference, []
+
+    def noticed(here, there):
+        free.append(member._board._take())
+        fcntl.flock(member._board._lock, fcntl.LOCK_UN)
+        return difference(here, there)
+
+    monkeypatch.setattr(_membership, "_difference", noticed)
+    for group, error, text in (
+        (more, TimeoutError, "was not let in"),
+        (other, ValueError, "combine is at another place"),  # than that of the process before, not of a member
+        (same, TimeoutError, "was not let in"),
+    ):
+        with pytest.raises(error, match=text):
+            group.join(timeout_s=0.01)
+    assert free == [True]
+    (member._board.folder / "programs.json").unlink()
+    with pytest.raises(RuntimeError, match=r"programs.json, with which .* was removed while the group runs"):
+        late.join()
+
+
+def test_an_operation_that_cannot_be_traced_is_not_noted():
+    notes = []
+
+    def run(fails):
+        if fails:
+            raise ValueError("the backend refuses it")
+        return fails
+
+    noted = _primitive._noted(run, SimpleNamespace(note=notes.append), "dispatch", [], {"top_k": 2})
+    with pytest.raises(ValueError, match="refuses it"):
+        noted(True)
+    assert notes == [] and noted(False) is False
+    assert [(note["operation"], note["top_k"]) for note in notes] == [("dispatch", 2)]
+
+
 def test_the_thread_that_looks_after_members_outlives_an_error(open_group, monkeypatch):
     group = with_memory(open_group(), {})
     group.join()
@@ -351,6 +399,27 @@ def test_experts_whose_loading_failed_are_named_again(open_group):
     assert group.recover(change.step).fetch == ()
 
 
+def test_a_slot_is_named_again_until_a_boundary(open_group):
+    def placed(*experts):
+        return balance.from_experts(np.asarray([experts], np.int32), 2)
+
+    def failed(placement):  # the loading has raised, and the view that follows has this placement
+        group._membership.propose(urgent=True)
+        return group._settle(1, placement).fetch
+
+    group = open_group(1, placement=placed(0, 1, -1))
+    group.join()
+    assert group.boundary(0) is None  # loaded: 0, 1 and none
+    assert failed(placed(1, -1, 0)) == ((0, 1), (2, 0))
+    assert failed(placed(0, 1, -1)) == ((0, 0),), "it may hold 1"
+    assert failed(placed(0, 1, -1)) == ((0, 0),), "it may still hold 1"
+    assert failed(placed(-1, 1, 0)) == ((2, 0),)
+    assert group.boundary(1) is None  # slot 2 is loaded, and slot 0 may hold 1
+    assert failed(placed(0, 1, -1)) == ((0, 0),)
+    assert group.boundary(1) is None
+    assert failed(placed(0, 1, -1)) == ()
+
+
 def test_a_new_placement_while_the_members_serve(open_group):
     base = balance.from_experts(np.array([[0, 1, -1, -1], [2, 3, -1, -1]], np.int32), 4)
     wanted = balance.from_experts(np.array([[3, 2, 1, 0], [0, 1, 2, 3]], np.int32), 4)
@@ -370,12 +439,52 @@ def test_a_new_placement_while_the_members_serve(open_group):
         (balance.home(4, 2), "slots_per_rank=2: must be that of the group, 4"),
         (balance.home(6, 2), "6 experts"),
         (balance.home(4, 3), "3 ranks"),
+        (jax.tree.map(lambda a: np.stack([a, a]), base), r"int32\[2, 2, 4\]: must be integers \[R, S\]"),
+        (dataclasses.replace(base, experts=base.experts + 1), r"entries outside \[-1, 4\)"),
+        (dataclasses.replace(base, experts=np.abs(base.experts)), "rank 0 holds an expert twice"),
     ):
         with pytest.raises(ValueError, match=text):
             group.rebalance(other)
+    assert [group.boundary(step) for step in (4, 5)] == [None] * 2, "none of them is asked for"
+    with pytest.raises(TypeError, match="must be a Placement"):
+        elastic.Group(group._board.folder / "other", 2, axis_name=next(NAMES), placement=[[0]])
     with pytest.raises(ValueError, match="the group has no placement: open it with one"):
         with elastic.Group(group._board.folder / "other", 2, axis_name=next(NAMES)) as other:
             other.rebalance(base)
+
+
+def test_a_placement_that_only_its_caller_has_adopted_is_asked_for_again(open_group):
+    """The other member has seen no arrival at the view with that placement when the caller's step fails."""
+    base = balance.from_experts(np.array([[0, 1], [1, 0]], np.int32), 2)
+    wanted = balance.from_experts(np.array([[1, 0], [0, 1]], np.int32), 2)
+    other, caller = (open_group(2, slot=slot, placement=base, timeout_s=60.0) for slot in (0, 1))
+    wait = other._membership._await
+
+    def wait_for_too_long(stage, number, slots):
+        until(lambda: number != 2 or other._board.words[_board.PROPOSAL] != 2)
+        return wait(stage, number, slots)
+
+    other._membership._await = wait_for_too_long
+
+    def experts(placement, *steps):  # the caller is first, so that the other member finds its request
+        return [
+            (group.boundary(step), group.placement.experts.tolist() == placement.experts.tolist())
+            for step in steps
+            for group in (caller, other)
+        ]
+
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda group: group.join(start_with=2), (caller, other)))
+        caller.rebalance(wanted)
+        assert experts(base, 0) == [(None, True)] * 2
+        late = threads.submit(other.boundary, 1)
+        assert caller.boundary(1).view == 2 and caller.placement.experts.tolist() == wanted.experts.tolist()
+        assert (caller.recover(1).view, late.result(30).view) == (3, 3)
+        assert experts(base, 1) == [(None, True)] * 2, "the lowest slot's placement counts"
+        late = threads.submit(other.boundary, 2)
+        assert (caller.boundary(2).view, late.result(30).view) == (4, 4)
+        assert experts(wanted, 2, 3, 4) == [(None, True)] * 6, "it is asked for no more"
+    assert caller._wanted is None
 
 
 def test_a_member_closes_no_buffer(monkeypatch):

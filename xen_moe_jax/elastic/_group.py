@@ -11,7 +11,6 @@ import os
 import threading
 from typing import Any
 
-import jax
 import numpy as np
 
 from xen_moe_jax import _mesh, _validate, balance
@@ -114,12 +113,12 @@ class Group:
         if not timeout_s > 0:  # nor NaN
             raise ValueError(f"{caller}: timeout_s={timeout_s!r}: must be positive seconds")
         if placement is not None:
-            _validate.placement(placement, placement.num_experts, self.num_ranks, caller)
-            placement = jax.tree.map(np.asarray, placement)
+            placement = _checked(placement, getattr(placement, "num_experts", 0), self.num_ranks, caller)
         self.axis_name = axis_name
         self._timeout_s = float(timeout_s)
         self._base = self.placement = placement
-        self._wanted: Placement | None = None
+        self._wanted: Placement | None = None  # that of `rebalance`, until all members have adopted it
+        self._wanted_at: int | None = None  # the first step of this view, if `_wanted` counts in it
         self._operations: set[str] = set()
         self.failed = ""  # why an operation has failed; failures of kernels are in their own records
         self._failing = threading.Lock()
@@ -139,9 +138,10 @@ class Group:
             self._rows = Rows(self._board.folder / "rows", self.rank, self.num_ranks, claims, self._check_wait)
             _mesh.join(axis_name, self)
             undo.pop_all()
-        # The expert in each slot of this rank once the last `Change` has been loaded, and at the last `boundary`: a
-        # caller that calls `recover` instead may have loaded any part of that `Change`.
-        self._held = self._loaded = None if placement is None else placement.experts[self.rank].copy()
+        # The expert in each slot of this rank once the last `Change` has been loaded. A caller that calls `recover`
+        # instead of `boundary` may have loaded any part of that `Change`: slots in `_unsure` may hold another expert.
+        self._held = None if placement is None else placement.experts[self.rank].copy()
+        self._unsure: set[int] = set()
         if placement is not None:
             self.placement = self._placed(placement.without(self.active()))
 
@@ -188,7 +188,7 @@ class Group:
             call tries again.
           ValueError: `start_with` is more than the group's slots, or the members run other programs than this process.
           elastic.Evicted: the members went on without this process while it was coming in.
-          RuntimeError: this process is a member already, or the group is closed.
+          RuntimeError: this process is a member already, the group is closed, or its file of programs was removed.
         """
         if _validate.integer(start_with, "start_with", "elastic.Group.join", minimum=1) > self.num_ranks:
             raise ValueError(f"elastic.Group.join: start_with={start_with}: must be at most slots={self.num_ranks}")
@@ -217,9 +217,14 @@ class Group:
           RuntimeError: the group is closed, or kernels exchange and the members' memory could not be mapped.
         """
         self._open("boundary")
-        self._loaded = self._held
+        if self._unsure:  # the last `Change` named these slots, but for those that are empty in its placement
+            assert self.placement is not None
+            self._unsure = {s for s in self._unsure if self.placement.experts[self.rank, s] < 0}
         if self._wanted is not None:
-            self._membership.ask()
+            if self._wanted_at is None:
+                self._membership.ask()
+            elif step > self._wanted_at:  # a step has ended in this view, which needs all members: all adopted it
+                self._wanted = None
         if not self._membership.due(step):
             return None
         self._membership.propose(urgent=False)
@@ -245,13 +250,13 @@ class Group:
         self._open("rebalance")
         if self._base is None:
             raise ValueError(f"{caller}: the group has no placement: open it with one")
-        _validate.placement(placement, self._base.num_experts, self.num_ranks, caller)
+        wanted = _checked(placement, self._base.num_experts, self.num_ranks, caller)
         if placement.slots_per_rank != self._base.slots_per_rank:
             raise ValueError(
                 f"{caller}: placement has slots_per_rank={placement.slots_per_rank}: must be that of the group, "
                 f"{self._base.slots_per_rank}"
             )
-        self._wanted = jax.tree.map(np.asarray, placement)
+        self._wanted, self._wanted_at = wanted, None
 
     def recover(self, step: int) -> Change:
         """Agrees on the next set of members with the members that are left, and makes the group usable again.
@@ -280,11 +285,13 @@ class Group:
         given = self.placement if wanted is None else wanted
         share = b"" if given is None else np.asarray(given.experts, np.int32).tobytes()
         step = _validate.integer(step, "step", "elastic.Group", minimum=0)
+        self._wanted_at = None
         with self._changing:
             settled = self._membership.settle(step, share, wanted=wanted is not None)
-            if wanted is not None and settled.share == share:  # else another member's counts: ask again for this one
-                self._wanted = None
-            return self._adopt(settled)
+            change = self._adopt(settled)
+        if wanted is not None and settled.share == share:  # else another member's counts: ask again for this one
+            self._wanted_at = change.step
+        return change
 
     def _adopt(self, settled: Settled) -> Change:
         """Goes on as a member of the view `settled`: exchanges with its members, forgets the failure, and computes the
@@ -303,10 +310,11 @@ class Group:
                 experts = np.frombuffer(settled.share, np.int32).reshape(self._base.experts.shape)
                 start = balance.from_experts(experts, self._base.num_experts).without(self.active())
             self.placement = self._placed(balance.repair(self._placed(start), self.active()))
-            mine = self.placement.experts[self.rank]
-            missing = (mine >= 0) & ((mine != self._held) | (mine != self._loaded))
-            fetch = tuple((int(s), int(mine[s])) for s in np.flatnonzero(missing))
-            self._held = np.where(mine >= 0, mine, self._held)
+            mine, held = self.placement.experts[self.rank], self.experts
+            named = [s for s, e in enumerate(mine) if e >= 0 and (e != held[s] or s in self._unsure)]
+            fetch = tuple((s, int(mine[s])) for s in named)
+            self._unsure.update(named)
+            self._held = np.where(mine >= 0, mine, held)
         return Change(settled.number, settled.step, tuple(sorted({*joined})), tuple(sorted({*lost})), fetch)
 
     def _room(self) -> int:
@@ -345,11 +353,14 @@ class Group:
     def note(self, operation: dict[str, Any]) -> None:
         """Notes an operation of a program that is being compiled. `join` compares the noted operations with those of
         the group, but for two parameters that may differ between processes: the name of the axis and the time limit.
+        Once this process is a member, nothing reads its notes, and none are made.
 
         Args:
           operation: name of the operation ("operation") and its static parameters, by name. The fields of the
             dataclasses `spec` and `config` are noted one by one.
         """
+        if self.view:
+            return
         words: dict[str, Any] = {}
         for name, value in operation.items():
             words.update(dataclasses.asdict(value) if name in ("spec", "config") else {name: value})
@@ -478,3 +489,15 @@ class Group:
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+
+def _checked(placement: Any, num_experts: int, num_ranks: int, caller: str) -> Placement:
+    """Returns a placement of these experts over these ranks, as NumPy arrays. A placement that one member adopts must
+    be right for all of them.
+
+    Raises:
+      TypeError, ValueError: it is no such `Placement`, it has a batch of placements, or its slots hold experts that do
+        not exist or that the rank has twice.
+    """
+    _validate.placement(placement, num_experts, num_ranks, caller)
+    return balance.from_experts(placement.experts, num_experts)

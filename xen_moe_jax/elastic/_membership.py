@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import select
@@ -215,17 +216,31 @@ class Membership:
 
         Raises:
           ValueError: the members, or the processes that wait with this one, run other programs.
+          RuntimeError: the file of the group's programs was removed.
         """
-        programs = {"operations": operations, "memory": {} if self.memory is None else self.memory.programs()}
+        mine = {"operations": operations, "memory": {} if self.memory is None else self.memory.programs()}
         with self._board.locked():
             state = self._board.read()
             own = self._own_claim(state)
-            if all(self._away(*m) for m in state["members"].items()) and not self._ready(state):
-                self._board.put("programs.json", programs)
-            _check_alike(programs, self._board.get("programs.json") or {})
-            own["ready"] = True
-            self._board.write(state)
-            self._board.words[WAITING] = 1
+            first = all(self._away(*m) for m in state["members"].items()) and not self._ready(state)
+            theirs = mine if first else self._board.get("programs.json")
+            if theirs is not None and _alike(mine, theirs):
+                both = sorted({*operations, *theirs["operations"]})  # the next process is compared with all of them
+                self._board.put("programs.json", {**mine, "operations": both})
+                own["ready"] = True
+                self._board.write(state)
+                self._board.words[WAITING] = 1
+                return
+        if theirs is None:
+            raise RuntimeError(
+                f"elastic.Group.join: {self._board.folder / 'programs.json'}, with which this process compares its "
+                "programs, was removed while the group runs: end the group, or open one in another folder"
+            )
+        raise ValueError(
+            "elastic.Group.join: this process has compiled other programs than the group: "
+            f"{_differences(mine, theirs)}; compile and run the same programs, with the same shapes, before join(), or "
+            "open a group in another folder"
+        )
 
     def enter(self, start_with: int, timeout_s: float) -> Settled:
         """Waits to be let in. In a group without members, a process begins it with all ready processes once they are
@@ -467,24 +482,22 @@ def _claim_of(identity: str) -> int:
     return int(identity.rsplit(" ", 1)[1])
 
 
-def _check_alike(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Compares the programs of this process with those of the group. The memory of kernels must be the same. The
-    operations of this process may be some of the group's, or all of them and more.
+def _alike(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    """Returns True if this process may join with its programs: the memory of its kernels is the group's, and its
+    operations are some of the group's, or all of them and more."""
+    here, there = (set(programs["operations"]) for programs in (mine, theirs))
+    return mine["memory"] == theirs["memory"] and (here <= there or there <= here)
 
-    Raises:
-      ValueError: they differ.
-    """
+
+def _differences(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """Returns in words how programs differ that are not `_alike`."""
     found = []
     if mine["memory"] != theirs["memory"]:
         found.append(f"symmetric memory {mine['memory']} here and {theirs['memory']} there")
     here, there = (set(programs["operations"]) for programs in (mine, theirs))
     if not here <= there and not there <= here:
         found.append(_difference(sorted(here - there), sorted(there - here)))
-    if found:
-        raise ValueError(
-            f"elastic.Group.join: this process has compiled other programs than the group: {'; '.join(found)}; compile "
-            "and run the same programs, with the same shapes, before join(), or open a group in another folder"
-        )
+    return "; ".join(found)
 
 
 def _difference(here: list[str], there: list[str]) -> str:
@@ -493,7 +506,8 @@ def _difference(here: list[str], there: list[str]) -> str:
     def differing(pair: tuple[dict[str, Any], dict[str, Any]]) -> list[str]:
         return [name for name in sorted({*pair[0], *pair[1]}) if pair[0].get(name) != pair[1].get(name)]
 
-    pairs = [(json.loads(a), json.loads(b)) for a in here[:MOST_COMPARED] for b in there[:MOST_COMPARED]]
+    first, second = ([json.loads(text) for text in texts[:MOST_COMPARED]] for texts in (here, there))
+    pairs = itertools.product(first, second)
     mine, theirs = min(pairs, key=lambda pair: (pair[0]["operation"] != pair[1]["operation"], len(differing(pair))))
     if (names := differing((mine, theirs))) == ["site"]:
         return f"operation {mine['operation']} is at another place of a program, or in a program of another name"
