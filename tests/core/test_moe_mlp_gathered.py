@@ -100,7 +100,7 @@ def test_backward_is_traced_as_work_of_an_overlap_where_forward_was(way, within,
     def body(*arrays):
         if not within:
             return layer(*arrays)
-        with _overlap._overlap_work():
+        with _overlap.overlap_work():
             return layer(*arrays)
 
     mapped = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))

@@ -121,7 +121,7 @@ def test_what_leaves_the_hopper_kernels_says_so_once(monkeypatch, forget):
     grouped_matmul.warn_once.cache_clear()
     rows, weights = jnp.zeros((8, 72), jnp.float32), jnp.zeros((2, 72, 48), jnp.float32)
     with pytest.warns(
-        UserWarning, match=r"float32\[C, 72\] by float32\[2, 72, 48\] leaves .*: float32 is none of .*tenth"
+        UserWarning, match=r"float32\[C, 72\] by float32\[2, 72, 48\] leaves .*: float32 is none of .*twelfth"
     ):
         assert not grouped_matmul.by_hopper("auto", rows, weights)
     with pytest.warns(
