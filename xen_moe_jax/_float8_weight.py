@@ -18,7 +18,7 @@ from xen_moe_jax._types import pytree
 DTYPE = "float8_e4m3fn"
 
 
-@pytree()
+@pytree(static=("padding",))
 class Float8Weight:
     """A weight `[L, A, B]` in fp8 (e4m3) with a scale for 128 x 128 elements, from `quantize_weights`.
 
@@ -34,6 +34,8 @@ class Float8Weight:
       turned_scales: float32 `[L, B' / 128, A' / 128]`.
       master: the weight `[L, A, B]`, which gets the gradient, and whose shape and dtype are read; its numbers are not.
         None until `of` sets it.
+      padding: `(A' - A, B' - B)`, static. It is the same of a rank's part as of the whole weight where ranks hold whole
+        blocks, and of one layer as of a stack of layers.
     """
 
     values: Any
@@ -41,19 +43,20 @@ class Float8Weight:
     turned: Any
     turned_scales: Any
     master: Any = None
+    padding: tuple[int, int] = (0, 0)
 
     def of(self, master: jax.Array) -> Float8Weight:
         """Returns these codes as those of `master [L, A, B]`, the weight from which they were made.
 
         Raises:
-          ValueError: the shape of `master`, padded to multiples of 128, is not that of the codes. Codes of another
-            weight that is padded to the same shape are not noticed.
+          ValueError: the codes are those of a weight of another shape.
         """
-        expected = (*master.shape[:-2], *(-(-size // BLOCK) * BLOCK for size in master.shape[-2:]))
-        if self.values.shape != expected:
+        *before, a, b = self.values.shape
+        expected = (*before, a - self.padding[0], b - self.padding[1])
+        if master.shape != expected:
             raise ValueError(
-                f"codes {list(self.values.shape)} of a weight {list(master.shape)}: must be {list(expected)}, from "
-                "quantize_weights of this weight"
+                f"codes of a weight {list(expected)} with a weight {list(master.shape)}: give the weight from which "
+                "quantize_weights made the codes, or make codes of this one"
             )
         return dataclasses.replace(self, master=master)
 
@@ -78,11 +81,14 @@ class Float8Weight:
 
     def without_codes_gradient(self) -> Float8Weight:
         """Returns the weight; differentiating the result by its codes is a TypeError."""
-        values, scales, turned, turned_scales = refuse_gradient(
-            self.values, self.scales, self.turned, self.turned_scales
-        )
-        return Float8Weight(values, scales, turned, turned_scales, self.master)
+        codes = refuse_gradient(self.values, self.scales, self.turned, self.turned_scales)
+        return Float8Weight(*codes, self.master, self.padding)
 
     def gradient(self, of_master: Any) -> Float8Weight:
         """Returns the cotangent of this weight, which holds `of_master` for the master and nothing for the codes."""
-        return Float8Weight(None, None, None, None, of_master)
+        return Float8Weight(None, None, None, None, of_master, self.padding)
+
+
+def padding_of(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Returns the rows and columns that codes of a weight of `shape` have more than the weight."""
+    return -shape[-2] % BLOCK, -shape[-1] % BLOCK

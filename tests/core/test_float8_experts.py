@@ -1,6 +1,7 @@
 """Experts in fp8, in plain JAX: the rule of every rounding against NumPy, bits where sums are exact, errors."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -226,12 +227,22 @@ def test_errors_of_weights_quantized_once():
     codes = xm.quantize_weights(weight)
     with pytest.raises(TypeError, match="a gradient by a quantized weight"):
         jax.grad(lambda c: grouped_matmul(jnp.ones((8, 200)), c.of(weight), jnp.asarray([3, 4])).sum())(codes)
-    with pytest.raises(ValueError, match=r"codes \[2, 256, 256\] of a weight \[2, 300, 144\]: must be \[2, 384, 256\]"):
-        codes.of(jnp.ones((2, 300, 144)))
+    for shape in ([2, 300, 144], [2, 250, 130]):  # [2, 250, 130] is padded to the shape of these codes
+        with pytest.raises(ValueError, match=re.escape(f"codes of a weight [2, 200, 144] with a weight {shape}: give")):
+            codes.of(jnp.ones(shape))
     with pytest.raises(ValueError, match="quantize_weights: dtype='int8': must be 'float8_e4m3fn'"):
         xm.quantize_weights(weight, "int8")
     with pytest.raises(TypeError, match=r"quantize_weights: int32\[2\]: must be floating point \[L, A, B\]"):
         xm.quantize_weights(jnp.zeros(2, jnp.int32))
+    with pytest.raises(TypeError, match=r"float8_e4m3fn\[2, 256, 256\]: must be .* of 16 bits or more"):
+        xm.quantize_weights(codes.values)
+    with pytest.raises(TypeError, match="compute_dtype=int8: must be floating point of 16 bits or more"):
+        xm.quantize_weights(weight, compute_dtype="int8")
+    for given in (codes, codes.of(weight), xm.QuantizedWeight(codes.values, codes.scales, (128, 128))):
+        with pytest.raises(
+            TypeError, match=f"weights hold a {type(given).__name__}, which is quantized already: leave"
+        ):
+            xm.quantize_weights({"gate": given})
 
     def failing(x, idx, weights, m, given, **options):
         given = [given(code, w) for code, w in zip(xm.quantize_weights(m), m, strict=True)]

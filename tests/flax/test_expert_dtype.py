@@ -1,11 +1,13 @@
 """Layers whose experts multiply in fp8: near the layer in float32, the same in both front ends, errors."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
 
@@ -14,8 +16,10 @@ import flax.linen as nn
 import xen_moe_jax as xm
 from tests.support.checks import assert_bits
 from tests.support.layers import make_mesh
-from xen_moe_jax.experts.float8 import quantize_weights
+from xen_moe_jax.experts import float8
 from xen_moe_jax.flax import MoEConfig, linen, nnx
+from xen_moe_jax.flax._parameters import parameter_table
+from xen_moe_jax.flax._placement import quantized_weights
 
 CONFIG = MoEConfig(
     hidden_size=160, intermediate_size=96, num_experts=6, top_k=2, num_shared_experts=1, expert_dtype="float8_e4m3fn"
@@ -54,13 +58,63 @@ def test_a_layer_and_its_gradients():
     with pytest.raises(ValueError, match="quantized weights with MoEConfig.expert_dtype=None: set 'float8_e4m3fn'"):
         run(PLAIN, params, x, codes)
 
-    values = {n: xm.QuantizedWeight(*jax.jit(quantize_weights)(params[n]), (128, 128)) for n in ("gate", "up", "down")}
+    values = {
+        n: xm.QuantizedWeight(*jax.jit(float8.quantize_weights)(params[n]), (128, 128)) for n in ("gate", "up", "down")
+    }
     as_they_are, quantized_here = (
         jax.jit(lambda layer, x: layer(x)[0])(nnx.MoE.from_weights(CONFIG, weights, mesh=mesh), x)
         for weights in (params | values, params)
     )
     assert_bits(as_they_are, quantized_here, "weights as they are")
     np.testing.assert_allclose(quantized_here, y, rtol=1e-4, atol=1e-5)  # XLA fuses another program otherwise
+
+
+def traced(changes, mesh=None, compute_dtype=None, by_codes=True):
+    """Traces a layer with these `changes` of `CONFIG`: returns the shapes of its codes, and of the output by them."""
+    moe = linen.MoE(dataclasses.replace(CONFIG, **changes), mesh=mesh)
+    params = {name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in parameter_table(moe.config).items()}
+    codes = jax.eval_shape(lambda p: moe.apply({"params": p}, compute_dtype, method="quantized_weights"), params)
+    return codes, jax.eval_shape(
+        lambda p, codes, x: moe.apply({"params": p}, x, quantized=codes if by_codes else None)[0],
+        params, codes, jax.ShapeDtypeStruct((8, 160), jnp.bfloat16),
+    )  # fmt: skip
+
+
+def test_chunks_multiply_by_the_codes(monkeypatch):
+    calls, quantize = [], float8.quantize_weights
+    monkeypatch.setattr(float8, "quantize_weights", lambda weights: calls.append(weights) or quantize(weights))
+    for by_codes, count in ((True, 3), (False, 6)):
+        _, out = traced({"num_chunks": 2, "remat": "none"}, by_codes=by_codes)
+        assert out.shape == (8, 160) and len(calls) == count
+        calls.clear()
+
+
+def test_ranks_of_a_tensor_axis_hold_whole_blocks_of_codes():
+    mesh, inner = make_mesh((2, 2), ("ep", "tp")), {"tensor_axis": "tp"}
+    codes, out = traced(inner | {"intermediate_size": 256}, mesh)
+    assert out.shape == (8, 160) and codes["gate"].padding == (96, 0) and codes["down"].values.shape == (6, 256, 256)
+    for width in (128, 384):
+        changes = inner | {"intermediate_size": width}
+        with pytest.raises(ValueError, match=rf"size={width}: the 2 ranks of tensor_axis='tp' cut .* multiple of 256"):
+            traced(changes, mesh)
+        config = dataclasses.replace(CONFIG, **changes)
+        on_rank = functools.partial(quantized_weights, config, None)
+        inside = jax.shard_map(on_rank, mesh=mesh, in_specs=P("ep"), out_specs=P("ep", "tp"))
+        with pytest.raises(ValueError, match="cut blocks of 128"):
+            jax.eval_shape(inside, {"up": jax.ShapeDtypeStruct((6, 160, width), jnp.float32)})
+
+
+def test_codes_of_weights_in_the_dtype_of_the_tokens():
+    params = {name: jax.random.normal(jax.random.key(0), (6, 160, 160)) for name in ("gate", "up", "down")}
+    config = dataclasses.replace(CONFIG, intermediate_size=160)
+    codes = quantized_weights(config, None, params, "bfloat16")
+    expected = xm.quantize_weights(jax.tree.map(lambda a: a.astype(jnp.bfloat16), params))
+    for one, other in zip(jax.tree.leaves(codes), jax.tree.leaves(expected), strict=True):
+        assert_bits(one, other, "codes")
+    with pytest.raises(ValueError, match="compute_dtype=bfloat16 with MoEConfig.dtype=float32.* leave compute_dtype"):
+        traced({"dtype": jnp.float32}, compute_dtype="bfloat16")
+    shipped = {name: xm.QuantizedWeight(code.values, code.scales, (128, 128)) for name, code in codes.items()}
+    assert quantized_weights(config, None, shipped) == {}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xen_moe_jax._float8_weight import DTYPE, Float8Weight
+from xen_moe_jax._float8_weight import DTYPE, Float8Weight, padding_of
 from xen_moe_jax._jax_internals import varying_axes
 from xen_moe_jax._mesh import vary, vary_alike
 from xen_moe_jax._quantize import Wire, dequantize_arrays, parse_wire, quantize_arrays
@@ -134,9 +134,6 @@ def vary_all(tree: Any) -> Any:
     """Applies `vary_alike` to all arrays of a tree. Differentiating the result by the codes of its quantized weights is
     a TypeError."""
 
-    def is_quantized(leaf: Any) -> bool:
-        return isinstance(leaf, QuantizedWeight | Float8Weight)
-
     def fixed(leaf: Any) -> Any:
         if isinstance(leaf, Float8Weight):
             return leaf.without_codes_gradient()
@@ -145,6 +142,11 @@ def vary_all(tree: Any) -> Any:
     tree = jax.tree.map(fixed, tree, is_leaf=is_quantized)
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, vary_alike(*leaves))
+
+
+def is_quantized(weight: Any) -> bool:
+    """Returns True for a weight that has codes."""
+    return isinstance(weight, QuantizedWeight | Float8Weight)
 
 
 def quantize_weights(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -166,8 +168,9 @@ def codes_of(weights: jax.Array) -> Float8Weight:
     if hopper.on_hopper() and hopper_float8.why_not(weights, weights) is None:
         return hopper_float8.codes_of(weights)
     values, scales = quantize_weights(weights)
-    values = jnp.pad(values, [(0, 0), *((0, -size % BLOCK) for size in values.shape[1:])])
-    return Float8Weight(values, scales, values.swapaxes(1, 2), scales.swapaxes(1, 2))
+    padding = padding_of(weights.shape)
+    values = jnp.pad(values, [(0, 0), *((0, more) for more in padding)])
+    return Float8Weight(values, scales, values.swapaxes(1, 2), scales.swapaxes(1, 2), padding=padding)
 
 
 @jax.custom_vjp

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xen_moe_jax._float8_weight import Float8Weight
+from xen_moe_jax._float8_weight import Float8Weight, padding_of
 from xen_moe_jax._jax_internals import varying_axes
 from xen_moe_jax._mesh import vary
 from xen_moe_jax._overlap import define_derivative, in_overlap
@@ -116,7 +116,7 @@ def codes_of(weight: jax.Array) -> Float8Weight:
     """Returns the codes of a weight `[L, A, B]`, bfloat16 or float16, without a master."""
     turned, lying = _layouts(whole(weight, 1, 2), product=True, gradient=True)
     assert turned is not None and lying is not None
-    return Float8Weight(lying.values, lying.scales, turned.values, turned.scales)
+    return Float8Weight(lying.values, lying.scales, turned.values, turned.scales, padding=padding_of(weight.shape))
 
 
 def _columns(array: Any, blocks: jax.Array, like: Any) -> Quantized:

@@ -33,15 +33,29 @@ def quantize_weights(weights: Any, dtype: str = DTYPE, *, compute_dtype: Any = N
 
     Raises:
       ValueError: `dtype` is another one.
-      TypeError: an array is not floating point or has no three dimensions.
+      TypeError: an array is not floating point or has no three dimensions; weights or `compute_dtype` are quantized.
     """
     if dtype != DTYPE:
         raise ValueError(f"quantize_weights: dtype={dtype!r}: must be {DTYPE!r}")
-    return jax.tree.map(lambda weight: _codes_of(weight, compute_dtype), weights)
+    return jax.tree.map(lambda weight: _codes_of(weight, compute_dtype), weights, is_leaf=float8.is_quantized)
 
 
 def _codes_of(weight: Any, compute_dtype: Any) -> Float8Weight:
+    if float8.is_quantized(weight):
+        raise TypeError(
+            f"quantize_weights: weights hold a {type(weight).__name__}, which is quantized already: leave it out, or "
+            "give the array from which it was made"
+        )
     weight = jnp.asarray(weight)
-    if weight.ndim != 3 or not jnp.issubdtype(weight.dtype, jnp.floating):
-        raise TypeError(f"quantize_weights: {weight.dtype}{list(weight.shape)}: must be floating point [L, A, B]")
-    return float8.codes_of(weight.astype(compute_dtype or weight.dtype))
+    if weight.ndim != 3 or not _is_wide(weight.dtype):
+        raise TypeError(
+            f"quantize_weights: {weight.dtype}{list(weight.shape)}: must be floating point [L, A, B] of 16 bits or more"
+        )
+    dtype = jnp.dtype(compute_dtype or weight.dtype)
+    if not _is_wide(dtype):
+        raise TypeError(f"quantize_weights: compute_dtype={dtype}: must be floating point of 16 bits or more")
+    return float8.codes_of(weight.astype(dtype))
+
+
+def _is_wide(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 import xen_moe_jax as xm
+from xen_moe_jax._float8_weight import Float8Weight
 from xen_moe_jax._mesh import platform, vary_alike
 from xen_moe_jax._moe_primitives import HANDLE, ROWS
 from xen_moe_jax._overlap import is_pending
@@ -156,8 +157,14 @@ def _quantized_once(config: MoEConfig, weights: Any) -> Any:
     are as large as the weights in bfloat16."""
     if config.expert_dtype is None:
         return weights
-    matrices = {name: weights[name] for name in NAMES if not isinstance(weights.get(name), QuantizedWeight | None)}
+    matrices = not_quantized(weights)
     return weights | {name: codes.of(matrices[name]) for name, codes in xm.quantize_weights(matrices).items()}
+
+
+def not_quantized(weights: Any) -> dict[str, jax.Array]:
+    """Returns the weights of experts that are arrays, by name; the others have codes, or are absent."""
+    quantized = QuantizedWeight | Float8Weight | None
+    return {name: weights[name] for name in NAMES if not isinstance(weights.get(name), quantized)}
 
 
 def _overlaps(config: MoEConfig, chunk: Chunk, members: Members) -> bool:

@@ -104,7 +104,7 @@ def weight_specs(weight: Any, spec: PartitionSpec) -> Any:
     names = [*spec, *[None] * (weight.ndim - len(spec))]
     if isinstance(weight, Float8Weight):
         turned = PartitionSpec(*names[:-2], *names[:-3:-1])
-        return Float8Weight(spec, spec, turned, turned, None if weight.master is None else spec)
+        return Float8Weight(spec, spec, turned, turned, None if weight.master is None else spec, weight.padding)
     # One scale for a whole dimension is on every rank.
     of_scales = [
         None if axis >= weight.ndim - 2 and weight.scales.shape[axis] == 1 else n for axis, n in enumerate(names)
@@ -113,18 +113,31 @@ def weight_specs(weight: Any, spec: PartitionSpec) -> Any:
 
 
 def check_blocks(name: str, weight: Any, spec: PartitionSpec, mesh: Any) -> None:
-    """Raises ValueError where the ranks of `mesh` cut blocks of a `QuantizedWeight` or `Float8Weight`."""
-    if not isinstance(weight, QuantizedWeight | Float8Weight):
+    """Raises ValueError where the ranks of `mesh` cut blocks of a `QuantizedWeight`."""
+    if not isinstance(weight, QuantizedWeight):
         return
     names = [*spec, *[None] * (weight.ndim - len(spec))]
-    blocks = weight.block if isinstance(weight, QuantizedWeight) else (BLOCK, BLOCK)
-    for axes, size, count, block in zip(names[-2:], weight.shape[-2:], weight.scales.shape[-2:], blocks, strict=True):
+    sizes = zip(names[-2:], weight.shape[-2:], weight.scales.shape[-2:], weight.block, strict=True)
+    for axes, size, count, block in sizes:
         ranks = math.prod(mesh.shape[axis] for axis in ([axes] if isinstance(axes, str) else axes or ()))
         if ranks > 1 and count > 1 and size % (ranks * block):
             raise ValueError(
-                f"{name} has blocks of {blocks} with a scale each, which {ranks} ranks of {axes!r} cut in a "
+                f"{name} has blocks of {weight.block} with a scale each, which {ranks} ranks of {axes!r} cut in a "
                 f"dimension of {size}: load it for this mesh (load_hugging_face(..., mesh=mesh) makes smaller blocks)"
             )
+
+
+def check_codes(config: MoEConfig, mesh: Any) -> None:
+    """Raises ValueError where a layer on `mesh` cannot take codes from `quantized_weights`."""
+    if config.expert_dtype is None:
+        raise ValueError("quantized weights with MoEConfig.expert_dtype=None: set 'float8_e4m3fn', or give no codes")
+    ranks = mesh.shape.get(config.tensor_axis, 1)
+    if ranks > 1 and config.intermediate_size % (ranks * BLOCK):
+        raise ValueError(
+            f"quantized weights with MoEConfig.intermediate_size={config.intermediate_size}: the {ranks} ranks of "
+            f"tensor_axis={config.tensor_axis!r} cut blocks of {BLOCK} with a scale each; use a multiple of "
+            f"{ranks * BLOCK}, or give no codes"
+        )
 
 
 def part_of_rank(config: MoEConfig, name: str, parameter: Parameter, weights: Any) -> Any:
@@ -141,12 +154,13 @@ def part_of_rank(config: MoEConfig, name: str, parameter: Parameter, weights: An
         return QuantizedWeight(values, scales, weights.block)
     if isinstance(weights, Float8Weight):
         local, *sizes = parameter.shape
-        blocks = [-(-size // BLOCK) for size in sizes]
+        blocks = [-(-size // BLOCK) for size in sizes]  # `check_codes` has seen that ranks hold whole ones
         lying = dataclasses.replace(parameter, shape=(local, *(BLOCK * count for count in blocks)))
         of_scales = dataclasses.replace(parameter, shape=(local, *blocks))
         wanted = [lying, of_scales, _turned(lying), _turned(of_scales), parameter]
         leaves = [weights.values, weights.scales, weights.turned, weights.turned_scales, weights.master]
-        return Float8Weight(*(_part_of_rank(config, name, p, leaf) for p, leaf in zip(wanted, leaves, strict=True)))
+        parts = (_part_of_rank(config, name, p, leaf) for p, leaf in zip(wanted, leaves, strict=True))
+        return Float8Weight(*parts, padding=weights.padding)
     return _part_of_rank(config, name, parameter, weights)
 
 

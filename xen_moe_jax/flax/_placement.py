@@ -16,16 +16,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from xen_moe_jax._float8_weight import Float8Weight
-from xen_moe_jax._quantized_weight import QuantizedWeight
+from xen_moe_jax._float8_weight import Float8Weight, padding_of
 from xen_moe_jax.balance import Placement
 from xen_moe_jax.experts.quantized_once import quantize_weights
 from xen_moe_jax.flax._balance import MoEMetrics, metric_specs
-from xen_moe_jax.flax._chunks import NAMES, Members
+from xen_moe_jax.flax._chunks import Members, not_quantized
 from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._layer import Tokens, moe_on_rank
 from xen_moe_jax.flax._parameters import (
     check_blocks,
+    check_codes,
     pad_experts,
     parameter_table,
     part_of_rank,
@@ -117,8 +117,9 @@ def apply_moe(
       `[..., H]` of `config.dtype` or `x.dtype`, and the metrics over all ranks.
     """
     _check_input(config, x, mask, token_ids, topk_idx)
+    context, manual, mesh = _meshes(config, mesh, weights, x)
     if quantized is not None:
-        _check_expert_dtype(config)
+        check_codes(config, context if mesh is None else mesh)
         masters: dict[str, Any] = weights
         weights = masters | {name: codes.of(masters[name]) for name, codes in quantized.items()}
     if active is not None and config.replicated_tokens:
@@ -134,8 +135,6 @@ def apply_moe(
         )
     members = Members(active, placement)
     given = Tokens(x, jnp.ones(x.shape[:-1], bool) if mask is None else mask, token_ids, topk_idx)
-    context = jax.sharding.get_abstract_mesh()
-    manual = set(context.manual_axes)
     inside = [axis for axis in config.layer_axes if axis in manual]
     if len(inside) == len(config.layer_axes):
         return moe_on_rank(config, _varying_axes(config, x), None, weights, given, members)
@@ -145,62 +144,58 @@ def apply_moe(
             f"MoEConfig.{name}={getattr(config, name)!r}: the surrounding shard_map is manual over {inside} only; "
             f"make all of {list(config.layer_axes)} manual, or none"
         )
-    mesh = None if manual else _mesh_of(config, mesh, weights, x)
     if mesh is None and not manual:
         return _on_one_device(config, weights, given, members)
     return _on_mesh(config, _place(config, mesh, context, manual), weights, given, members)
 
 
-def quantized_weights(config: MoEConfig, mesh: Any, weights: dict[str, jax.Array]) -> dict[str, Float8Weight]:
+def quantized_weights(
+    config: MoEConfig, mesh: Any, weights: dict[str, jax.Array], compute_dtype: Any = None
+) -> dict[str, Float8Weight]:
     """Returns the codes of a layer's expert weights by name, for `quantized` of `apply_moe`: what `xm.quantize_weights`
-    makes on every rank of the rank's own part of each weight, rounded to `config.dtype`.
+    makes on every rank of the rank's own part of each weight.
 
     Args:
       mesh, weights: as in `apply_moe`. Weights that are a `QuantizedWeight` are left out.
+      compute_dtype: as in `nnx.MoE.quantized_weights`.
 
     Returns:
       A `Float8Weight` without a master for each name, with as many experts as the weight.
 
     Raises:
-      ValueError: experts are not in fp8 (`config.expert_dtype`), or the ranks of the mesh cut blocks of 128.
+      ValueError: as in `nnx.MoE.quantized_weights`.
     """
-    _check_expert_dtype(config)
+    weights = not_quantized(weights)
+    context, manual, mesh = _meshes(config, mesh, weights)
+    check_codes(config, context if mesh is None else mesh)
+    dtype = config.dtype if compute_dtype is None else jnp.dtype(compute_dtype)
+    if dtype != (config.dtype or dtype):
+        raise ValueError(
+            f"compute_dtype={dtype} with MoEConfig.dtype={config.dtype}, in which the layer computes: leave "
+            "compute_dtype None"
+        )
+    quantize = functools.partial(quantize_weights, compute_dtype=dtype)
     table = parameter_table(config)
-    weights = {name: weights[name] for name in NAMES if not isinstance(weights.get(name), QuantizedWeight | None)}
 
     def on_rank(weights: dict[str, jax.Array]) -> dict[str, Float8Weight]:
-        parts = {name: part_of_rank(config, name, table[name], weight) for name, weight in weights.items()}
-        return quantize_weights(parts, compute_dtype=config.dtype)
+        return quantize({name: part_of_rank(config, name, table[name], weight) for name, weight in weights.items()})
 
-    context = jax.sharding.get_abstract_mesh()
-    manual = set(context.manual_axes)
-    mesh = None if manual else _mesh_of(config, mesh, weights, next(iter(weights.values())))
     if set(config.layer_axes) <= manual:
         return on_rank(weights)
-    if mesh is None and not manual:
-        return quantize_weights(weights, compute_dtype=config.dtype)
+    if not weights or (mesh is None and not manual):
+        return quantize(weights)
     place = _place(config, mesh, context, manual)
     of_ranks, extra = rank_specs(config), -config.expert_entries % place.num_ranks
     specs = {name: of_ranks[name] for name in weights}
     if extra:
         whole = {name: place.reshard(weight, PartitionSpec()) for name, weight in weights.items()}
         weights = {name: pad_experts(config, weight, place.num_ranks) for name, weight in whole.items()}
-    for name, weight in jax.eval_shape(
-        functools.partial(quantize_weights, compute_dtype=config.dtype), weights
-    ).items():
-        check_blocks(name, weight.of(weights[name]), specs[name], context if mesh is None else mesh)
+    like = {name: Float8Weight(*(weight,) * 4, padding=padding_of(weight.shape)) for name, weight in weights.items()}
+    out = {name: weight_specs(codes, specs[name]) for name, codes in like.items()}
     weights = {name: place.reshard(weight, specs[name]) for name, weight in weights.items()}
-    blank = Float8Weight(*(jax.ShapeDtypeStruct((1, 1, 1), jnp.float32),) * 4)
-    out = {name: weight_specs(blank, spec) for name, spec in specs.items()}
     run = jax.shard_map(on_rank, mesh=place.mesh, in_specs=(specs,), out_specs=out, axis_names=set(place.free_axes))
     codes = run(weights)
     return jax.tree.map(lambda a: place.reshard(a, PartitionSpec())[:-extra], codes) if extra else codes
-
-
-def _check_expert_dtype(config: MoEConfig) -> None:
-    """Raises ValueError unless experts are in fp8."""
-    if config.expert_dtype is None:
-        raise ValueError("quantized weights with MoEConfig.expert_dtype=None: set 'float8_e4m3fn', or give no codes")
 
 
 def _check_input(config: MoEConfig, x: Any, mask: Any, token_ids: Any, topk_idx: Any) -> None:
@@ -278,6 +273,13 @@ def _varying_axes(config: MoEConfig, x: jax.Array) -> tuple[str, ...]:
             f"{config.layer_axes}, and x varies over {sorted(varying)}; check the in_specs"
         )
     return config.token_axes
+
+
+def _meshes(config: MoEConfig, mesh: Any, weights: Any, x: Any = None) -> tuple[AbstractMesh, set[str], Any]:
+    """Returns the context's mesh, its manual axes, and the mesh of the layer outside of any `shard_map`, or None."""
+    context = jax.sharding.get_abstract_mesh()
+    manual = set(context.manual_axes)
+    return context, manual, None if manual else _mesh_of(config, mesh, weights, x)
 
 
 def _mesh_of(config: MoEConfig, mesh: Any, weights: dict[str, jax.Array], x: jax.Array) -> Any:

@@ -127,8 +127,8 @@ class MoE(nn.Module):
             bias.value = updated_bias(bias.value, metrics.tokens_per_expert, config.bias_update_rate)
         return out, metrics
 
-    def quantized_weights(self) -> dict[str, Float8Weight]:
+    def quantized_weights(self, compute_dtype: Any = None) -> dict[str, Float8Weight]:
         """Does the same as `nnx.MoE.quantized_weights`: `moe.apply(variables, method="quantized_weights")`."""
         names = (name for name in parameter_table(self.config) if self.has_variable("params", name))
         weights = {name: nn.unbox(self.get_variable("params", name)) for name in names}
-        return quantized_weights(self.config, self.mesh, weights)
+        return quantized_weights(self.config, self.mesh, weights, compute_dtype)

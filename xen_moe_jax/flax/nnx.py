@@ -133,21 +133,27 @@ class MoE(nnx.Module):
             weights[ROUTER_BIAS] = self.router_bias[...]
         return apply_moe(self.config, self.mesh, weights, x, mask, token_ids, active, topk_idx, placement, quantized)
 
-    def quantized_weights(self) -> dict[str, Float8Weight]:
+    def quantized_weights(self, compute_dtype: Any = None) -> dict[str, Float8Weight]:
         """Quantizes the weights of experts in fp8 for several calls: for example once for a step of the optimizer, in
         front of the batches of gradient accumulation. Gradients go to the weights.
 
             codes = moe.quantized_weights()
             y, metrics = moe(x, quantized=codes)
 
+        Args:
+          compute_dtype: dtype to which the weights are rounded first, with `MoEConfig.dtype=None`: that of the tokens.
+            None takes `MoEConfig.dtype`, or else the weights as they are. Codes that are rounded to another dtype than
+            the tokens' differ from those that a call without codes makes.
+
         Returns:
-          A `Float8Weight` for each weight of the experts by name, of weights rounded to `MoEConfig.dtype` first.
+          A `Float8Weight` by name for each weight of the experts that is not quantized yet.
 
         Raises:
-          ValueError: `MoEConfig.expert_dtype` is None, or the ranks of the mesh cut blocks of 128 x 128.
+          ValueError: `MoEConfig.expert_dtype` is None; the ranks of `tensor_axis` cut blocks of 128 x 128; or
+            `compute_dtype` is not `MoEConfig.dtype`.
         """
         weights = {name: getattr(self, name).get_value() for name in self.weight_names}
-        return quantized_weights(self.config, self.mesh, weights)
+        return quantized_weights(self.config, self.mesh, weights, compute_dtype)
 
     def update_bias(self, metrics: MoEMetrics) -> None:
         """Moves the router bias by one step; call it once per optimiser step, with that step's metrics."""
