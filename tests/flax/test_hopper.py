@@ -24,7 +24,7 @@ from xen_moe_jax.experts import grouped_matmul, hopper
 from xen_moe_jax.pallas_kernels.hopper import contraction
 from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
-from xen_moe_jax.pallas_kernels.hopper.rows import activated_rows, rows_by_weights
+from xen_moe_jax.pallas_kernels.hopper.rows import Into, activated_rows, rows_by_weights
 from xen_moe_jax.pallas_kernels.hopper.tiles import HEIGHTS, Tiles, row_tiles
 
 SIZES = (70, 0, 131, 37)
@@ -130,7 +130,8 @@ def test_two_products_in_the_interpreter(tiles, interpreter):
 
 
 def test_fitted_tiles_in_the_interpreter(interpreter):
-    """Turned accumulators: every height, biases and factors, and columns that end within a tile."""
+    """Turned accumulators: every height, biases and factors, columns that end within a tile, and rows of some groups in
+    an array with other rows."""
     rng = np.random.default_rng(2)
     sizes = jnp.asarray((70, 0, 131, 37, 109), jnp.int32)
     used = int(sizes.sum())
@@ -145,8 +146,9 @@ def test_fitted_tiles_in_the_interpreter(interpreter):
     for got, expected in zip(inner, plain_hopper.activated_rows(*given, **epilogue), strict=True):
         close(got[:used], expected[:used])
     turned = {"transposed": True, "tiles": tiles}
-    given = rows, jnp.swapaxes(weights, 1, 2), sizes, None, biases[0], factors
-    close(rows_by_weights(*given, **turned, num_sms=2)[:used], plain_hopper.rows_by_weights(*given, **turned)[:used])
+    into = Into([jnp.full((used + 5, 192), 7, rows.dtype)], jnp.int32(70))  # the first group stays as it is
+    given = rows, jnp.swapaxes(weights, 1, 2)[1:], sizes[1:], None, biases[0, 1:], factors, None, into
+    close(rows_by_weights(*given, **turned, num_sms=2), plain_hopper.rows_by_weights(*given, **turned))
 
 
 def test_columns_that_end_within_a_tile_in_the_interpreter(interpreter):

@@ -327,12 +327,13 @@ def test_what_it_does_not_support_is_an_error():
         hopper.grouped_matmul(rows.astype(jnp.float32), weights.astype(jnp.float32), sizes)
 
 
+@pytest.mark.parametrize("rows_a_group", [None, 200], ids=["many rows", "fitted"])
 @pytest.mark.parametrize("first", [0, 2, 4])
-def test_some_groups_alone_have_the_bits_of_all(first, tiles):
+def test_some_groups_alone_have_the_bits_of_all(first, rows_a_group, tiles):
     """Groups from a row on, whose results go into arrays with other rows: as a round of lent weights."""
     sizes = (300, 0, 77, 513, 5)
     rows, weights, all_sizes, cotangent = operands(sizes, extra=81)
-    up, plan, some = weights[:, ::-1], hopper.plan(256, 512), slice(first, first + 2)
+    up, plan, some = weights[:, ::-1], hopper.plan(256, 512, rows_a_group), slice(first, first + 2)
     start, count = sum(sizes[:first]), all_sizes[some]
     end, first_row = start + sum(sizes[some]), jnp.int32(start)
 
