@@ -81,8 +81,10 @@ class Float8Weight:
 
     def without_codes_gradient(self) -> Float8Weight:
         """Returns the weight; differentiating the result by its codes is a TypeError."""
-        codes = refuse_gradient(self.values, self.scales, self.turned, self.turned_scales)
-        return Float8Weight(*codes, self.master, self.padding)
+        values, scales, turned, turned_scales = refuse_gradient(
+            self.values, self.scales, self.turned, self.turned_scales
+        )
+        return Float8Weight(values, scales, turned, turned_scales, self.master, self.padding)
 
     def gradient(self, of_master: Any) -> Float8Weight:
         """Returns the cotangent of this weight, which holds `of_master` for the master and nothing for the codes."""

@@ -157,10 +157,12 @@ def part_of_rank(config: MoEConfig, name: str, parameter: Parameter, weights: An
         blocks = [-(-size // BLOCK) for size in sizes]  # `check_codes` has seen that ranks hold whole ones
         lying = dataclasses.replace(parameter, shape=(local, *(BLOCK * count for count in blocks)))
         of_scales = dataclasses.replace(parameter, shape=(local, *blocks))
-        wanted = [lying, of_scales, _turned(lying), _turned(of_scales), parameter]
-        leaves = [weights.values, weights.scales, weights.turned, weights.turned_scales, weights.master]
-        parts = (_part_of_rank(config, name, p, leaf) for p, leaf in zip(wanted, leaves, strict=True))
-        return Float8Weight(*parts, padding=weights.padding)
+        wanted = {"values": lying, "scales": of_scales, "turned": _turned(lying), "turned_scales": _turned(of_scales)}
+        parts: dict[str, Any] = {
+            leaf: _part_of_rank(config, name, p, getattr(weights, leaf))
+            for leaf, p in (wanted | {"master": parameter}).items()
+        }
+        return dataclasses.replace(weights, **parts)
     return _part_of_rank(config, name, parameter, weights)
 
 
