@@ -158,9 +158,9 @@ def part_of_rank(config: MoEConfig, name: str, parameter: Parameter, weights: An
         lying = dataclasses.replace(parameter, shape=(local, *(BLOCK * count for count in blocks)))
         of_scales = dataclasses.replace(parameter, shape=(local, *blocks))
         wanted = {"values": lying, "scales": of_scales, "turned": _turned(lying), "turned_scales": _turned(of_scales)}
+        wanted |= {} if weights.master is None else {"master": parameter}
         parts: dict[str, Any] = {
-            leaf: _part_of_rank(config, name, p, getattr(weights, leaf))
-            for leaf, p in (wanted | {"master": parameter}).items()
+            leaf: _part_of_rank(config, name, p, getattr(weights, leaf)) for leaf, p in wanted.items()
         }
         return dataclasses.replace(weights, **parts)
     return _part_of_rank(config, name, parameter, weights)

@@ -120,8 +120,12 @@ def apply_moe(
     context, manual, mesh = _meshes(config, mesh, weights, x)
     if quantized is not None:
         check_codes(config, context if mesh is None else mesh)
-        masters: dict[str, Any] = weights
-        weights = masters | {name: codes.of(masters[name]) for name, codes in quantized.items()}
+        pairs: dict[str, Any] = {name: (codes, weights[name]) for name, codes in quantized.items()}
+        if set(config.layer_axes) <= manual:  # a rank may hold its part of the one and all of the other
+            table = parameter_table(config)
+            for name, pair in pairs.items():
+                pairs[name] = [part_of_rank(config, name, table[name], a) for a in pair]
+        weights = weights | {name: codes.of(master) for name, (codes, master) in pairs.items()}
     if active is not None and config.replicated_tokens:
         raise ValueError(
             f"active with MoEConfig.token_axes={config.token_axes}: where tokens are replicated the ranks' outputs are "
