@@ -8,11 +8,9 @@ Derivatives belong to the done, and are whole operations. A start has none: its 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
@@ -23,7 +21,7 @@ from xen_moe_jax import _active, _mesh, _shapes, backends
 from xen_moe_jax import _moe_primitives as whole
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._moe_primitives import Dispatched
-from xen_moe_jax._primitive import declare, in_turn
+from xen_moe_jax._primitive import batch_done, batch_start, declare
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.base import Backend, Call
 
@@ -179,45 +177,11 @@ ad.primitive_jvps[combine_done_p] = _combine_done_jvp
 
 
 # -- vmap --------------------------------------------------------------------------------------------------------------
-# The operations of all entries of a batch would be pending at once, in the same buffers. So under vmap a start does
-# nothing, and its done runs the whole operation for one entry after the other: the same bits, without overlap.
-
-
-def _entry(a: Any, dim: int | None) -> Any:
-    return a if dim is None else jax.ShapeDtypeStruct((*a.shape[:dim], *a.shape[dim + 1 :]), a.dtype)
-
-
-def _batch_start(shapes: Any) -> Any:
-    """Batches a start: zeros, the same for every entry, stand for the pending arrays that `shapes` describes."""
-
-    def rule(operands: Any, dims: Any, **params: Any) -> Any:
-        entry = [_entry(a, dim) for a, dim in zip(operands, dims, strict=True)]
-        zeros = [jnp.zeros(shape, dtype) for shape, dtype in shapes(*entry, **params)]
-        varying = _mesh.vary_alike(*zeros, *operands)[: len(zeros)]
-        return list(varying), [None] * len(zeros)
-
-    return rule
-
-
-def _batch_done(operation: str, run: Any, count: int) -> Any:
-    """Batches a done: `run` of its first `count` operands is the whole operation, and nothing is pending."""
-
-    def rule(operands: Any, dims: Any, **params: Any) -> Any:
-        if all(dim is None for dim in dims[:count]):
-            raise NotImplementedError(
-                f"vmap of {operation}: its start is outside of the vmap, and what is pending inside: finish the flight "
-                "before the vmap"
-            )
-        return in_turn(functools.partial(run, **params), operands[:count], dims[:count])
-
-    return rule
-
-
 _batchers = {
-    dispatch_start_p: _batch_start(_dispatch_start_shapes),
-    dispatch_done_p: _batch_done("dispatch_done", whole.dispatch_p.bind, 5),
-    combine_start_p: _batch_start(_combine_start_shapes),
-    combine_done_p: _batch_done("combine_done", whole.combine_p.bind, 6),
+    dispatch_start_p: batch_start(_dispatch_start_shapes),
+    dispatch_done_p: batch_done("dispatch_done", whole.dispatch_p.bind, 5),
+    combine_start_p: batch_start(_combine_start_shapes),
+    combine_done_p: batch_done("combine_done", whole.combine_p.bind, 6),
     order_p: lambda operands, dims, num_pending: (order_p.bind(*operands, num_pending=num_pending), dims),
 }
 for _primitive, _rule in _batchers.items():

@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.interpreters import batching
 
 from xen_moe_jax import _active, _layout, _mesh, _nodes, _ranks
 from xen_moe_jax import _single_ops as ops
 from xen_moe_jax._collective_primitives import ragged_all_to_all_p
 from xen_moe_jax._config import DEFAULT_CONFIG, KernelConfig
 from xen_moe_jax._moe_primitives import transposed_by
-from xen_moe_jax._primitive import declare
+from xen_moe_jax._primitive import batch_done, batch_start, declare
 from xen_moe_jax._types import export_as, pytree
 
 
@@ -434,5 +435,7 @@ move_done_p = declare(
 reduce_p = declare("reduce_gradients", functools.partial(_rows, "old_slots"), otherwise=_reduce)
 transposed_by(move_p, reduce_p)
 transposed_by(reduce_p, move_p)
+batching.primitive_batchers[move_start_p] = batch_start(functools.partial(_rows, "new_slots"))
+batching.primitive_batchers[move_done_p] = batch_done("move_weights_done", move_p.bind, 3)
 
 export_as(Placement, list, tuple)

@@ -273,3 +273,37 @@ def in_turn(call: Callable[..., Any], operands: Sequence[Any], dims: Sequence[in
 
 def _vmap(primitive: Primitive, operands: Sequence[Any], dims: Sequence[int | None], **params: Any) -> tuple[Any, Any]:
     return in_turn(functools.partial(primitive.bind, **params), operands, dims)
+
+
+# Starts and dones under vmap: the operations of all entries of a batch would be pending at once, in the same buffers.
+# So a start does nothing, and its done runs the whole operation for one entry after the other: the same bits, without
+# overlap.
+
+
+def batch_start(shapes: Callable[..., Sequence[ShapeDtype]]) -> Any:
+    """Batches a start: zeros, the same for every entry, stand for the pending arrays that `shapes` describes."""
+
+    def entry(a: Any, dim: int | None) -> Any:
+        return a if dim is None else jax.ShapeDtypeStruct((*a.shape[:dim], *a.shape[dim + 1 :]), a.dtype)
+
+    def rule(operands: Any, dims: Any, **params: Any) -> Any:
+        entries = [entry(a, dim) for a, dim in zip(operands, dims, strict=True)]
+        zeros = [jnp.zeros(shape, dtype) for shape, dtype in shapes(*entries, **params)]
+        varying = _mesh.vary_alike(*zeros, *operands)[: len(zeros)]
+        return list(varying), [None] * len(zeros)
+
+    return rule
+
+
+def batch_done(operation: str, run: Callable[..., Any], count: int) -> Any:
+    """Batches a done: `run` of its first `count` operands is the whole operation, and nothing is pending."""
+
+    def rule(operands: Any, dims: Any, **params: Any) -> Any:
+        if all(dim is None for dim in dims[:count]):
+            raise NotImplementedError(
+                f"vmap of {operation}: its start is outside of the vmap, and what is pending inside: finish the flight "
+                "before the vmap"
+            )
+        return in_turn(functools.partial(run, **params), operands[:count], dims[:count])
+
+    return rule

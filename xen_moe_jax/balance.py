@@ -138,12 +138,10 @@ def plan(
     load = _load(counts, caller)
     up = np.ones(ranks, bool) if alive is None else np.asarray(alive)
     least = _validate.integer(min_replicas, "min_replicas", caller, minimum=1)
-    room = _room(up, ranks, slots, load.size * least, caller)
+    room = _room(up, ranks, slots, load.size, caller, least)
     if max_replicas is not None:
         room = min(room, _validate.integer(max_replicas, "max_replicas", caller, minimum=load.size * least))
     num_up = int(up.sum())
-    if least > num_up:
-        raise ValueError(f"{caller}: min_replicas={least}: must be at most the {num_up} ranks that are alive")
     nodes = [[r for r in range(first, first + per_node) if up[r]] for first in range(0, ranks, per_node)]
     packing = _Packing(load, [node for node in nodes if node], ranks, slots)
     more = _order_of_replicas(load, least, room - load.size * least, num_up)
@@ -344,15 +342,23 @@ def repair(placement: Placement, alive: Any, counts: Any = None) -> Placement:
     return of_experts(held, size)
 
 
-def _room(up: np.ndarray, ranks: int, slots: int, experts: int, caller: str) -> int:
-    """Slots of the ranks that are `up`; raises ValueError if they are fewer than the experts."""
+def _room(up: np.ndarray, ranks: int, slots: int, experts: int, caller: str, least: int = 1) -> int:
+    """Returns how many slots the ranks have that are `up`, bool `[R]`. Raises ValueError if `least` replicas of each of
+    the experts do not fit there."""
     if up.shape != (ranks,) or up.dtype != np.bool_:
         raise ValueError(f"{caller}: alive is {up.dtype}{list(up.shape)}: must be bool[{ranks}], one for each rank")
-    room = int(up.sum()) * slots
-    if room < experts:
+    num_up, replicas = int(up.sum()), experts * least
+    if num_up == 0:
         raise ValueError(
-            f"{caller}: {int(up.sum())} ranks with slots_per_rank={slots} have {room} slots for {experts} replicas: "
-            f"slots_per_rank must be at least {-(-experts // max(int(up.sum()), 1))}"
+            f"{caller}: alive is False for all {ranks} ranks: must be True for at least one, to hold experts"
+        )
+    if least > num_up:
+        raise ValueError(f"{caller}: min_replicas={least}: must be at most the {num_up} ranks that are alive")
+    room = num_up * slots
+    if room < replicas:
+        raise ValueError(
+            f"{caller}: {num_up} ranks with slots_per_rank={slots} have {room} slots for {replicas} replicas: "
+            f"slots_per_rank must be at least {-(-replicas // num_up)}"
         )
     return room
 

@@ -537,6 +537,9 @@ def test_a_placement_is_saved_with_an_exported_program():
     [
         (lambda: xm.balance.plan([1, 2, 3], 2, 1), ValueError, "slots_per_rank must be at least 2"),
         (lambda: xm.balance.plan([1, 2], 2, 1, alive=[True, False]), ValueError, "1 ranks .* must be at least 2"),
+        (lambda: xm.balance.plan([1, 2], 2, 1, alive=[False, False]), ValueError, "alive is False for all 2 ranks"),
+        (lambda: xm.balance.repair(xm.balance.home(2, 2), np.zeros(2, bool)), ValueError, "True for at least one"),
+        (lambda: xm.balance.plan([1, 2], 2, 1, 2, [True, False], 2), ValueError, "at most the 1 ranks"),
         (lambda: xm.balance.plan([1, 2], 2, 1, min_replicas=2), ValueError, "2 slots for 4 replicas"),
         (lambda: xm.balance.plan([1], 2, 9, min_replicas=3), ValueError, "at most the 2 ranks"),
         (lambda: xm.balance.plan([1, 2], 2, 9, min_replicas=2, max_replicas=3), ValueError, "max_replicas=3"),

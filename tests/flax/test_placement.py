@@ -132,6 +132,42 @@ def test_lent_weights_travel_beside_kernels():
     assert order.count("k") == 2 and "ss|k|dd" in order and re.search(r"(?<!s)s\|k\|d(?!d)", order), order
 
 
+def test_vmap_moves_lent_weights_in_whole_operations():
+    """A start of each entry of a batch would write the buffers of all: no start may stand apart from its done."""
+    moe, x = layer(dataclasses.replace(CONFIG, num_experts=12, balance="exact")), tokens(3, 16)
+    graph, state = nnx.split(moe)
+
+    def loss(state, x):
+        return jax.vmap(lambda x: nnx.merge(graph, state)(x)[0])(x).sum()
+
+    with plain_hopper.in_the_kernels_place(), jax.set_mesh(mesh()):
+        program = str(jax.make_jaxpr(jax.grad(loss))(state, x))
+    assert "xen_moe_move_weights[" in program and "xen_moe_rows_into" in program
+    assert not re.search("xen_moe_move_weights_(start|done)", program)
+
+
+def test_vmap_of_lent_weights_is_a_loop():
+    borrowed = np.array([[[1, -1], [0, 1]], [[-1, -1], [1, -1]], [[1, 0], [-1, -1]]], np.int32)  # of each entry
+    own = np.arange(3 * 2 * 4, dtype=np.float32).reshape(3, 2, 2, 2)  # [entry, expert, A, B]
+
+    def fetched(own, borrowed):
+        moving = lent.Lent(own, borrowed, None, ("ep",), 2, xm.KernelConfig()).fetch(0)
+        (moving,), doubled = lent.beside([moving], lambda a: 2 * a, own)
+        return moving.done(), doubled
+
+    over = make_mesh((2,), ("ep",))
+    ways = {"own": ((0, None), own, borrowed[0]), "borrowed": ((None, 0), own[0], borrowed), "both": (0, own, borrowed)}
+    for name, (axes, weights, experts) in ways.items():
+        entries = jax.P(*[None] * (weights.ndim - 3), "ep")
+        specs = {"in_specs": (entries, jax.P()), "out_specs": jax.P(None, "ep")}
+        found, doubled = jax.jit(jax.shard_map(jax.vmap(fetched, axes), mesh=over, **specs))(weights, experts)
+        weights, experts = np.broadcast_to(weights, own.shape), np.broadcast_to(experts, borrowed.shape)
+        expected = np.stack([w[np.maximum(e.reshape(-1), 0)] for w, e in zip(weights, experts, strict=True)])
+        used = experts.reshape(3, 4) >= 0
+        np.testing.assert_array_equal(np.asarray(found)[used], expected[used], name)
+        np.testing.assert_array_equal(doubled, 2 * weights, name)
+
+
 def test_an_exact_balance_among_the_active_ranks():
     moe, x, active = layer(CONFIG), tokens(16), np.arange(RANKS) != 1
     y, metrics = run(moe, x, mesh(), active=active)
