@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from xen_moe_jax import _active, _layout, _ranks
+from xen_moe_jax import _active, _layout, _nodes, _ranks
 from xen_moe_jax import _single_ops as ops
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._drops import gather_words_p
@@ -41,8 +41,8 @@ def assign(
       spec: of the dispatch, whose experts are the slots of all ranks.
 
     Returns:
-      int32 `[T, K]`, slots, -1 for unused ones; the placement, the same on every active rank; and `_active.withheld`,
-      None where every rank is active.
+      int32 `[T, K]`, slots, -1 for unused ones; the placement, the same on every active rank, and between nodes on
+      every rank; and `_active.withheld`, None where every rank is active.
     """
     topk_idx, active = vary_over([_layout.sanitize(topk_idx, num_experts), active], spec.axis_name)
     at_home = dataclasses.replace(spec, num_experts=num_experts)
@@ -57,7 +57,7 @@ def _assign(topk_idx: Any, active: Any, *, spec: Spec, num_experts: int, config:
     slots = spec.local_experts
     flat = topk_idx.reshape(-1)
     order, own = _layout.order_by_blocks(flat, num_experts)
-    (counts,) = gather_words_p.bind(own, active, spec=spec, config=config)
+    counts = _counts_of_all(own, active, spec, config)
     parts = divide(counts, slots, spec.num_tokens * spec.top_k, active)
     me = _ranks.index(spec.axis_name)
     before = lax.dynamic_index_in_dim(_layout.exclusive_cumsum(counts, axis=0), me, 0, keepdims=False)
@@ -68,6 +68,18 @@ def _assign(topk_idx: Any, active: Any, *, spec: Spec, num_experts: int, config:
     place = places(parts, slots)
     slot = rank * slots + ops.take(place.reshape(-1), rank * num_experts + expert)
     return jnp.where(flat >= 0, slot, -1).reshape(topk_idx.shape), _experts(place, slots)
+
+
+def _counts_of_all(own: Any, active: Any, spec: Spec, config: KernelConfig) -> Any:
+    """Returns int32 `[R, E]`, the counts `own [E]` of every rank; zeros for an inactive one.
+
+    Where all ranks share a node, an inactive rank may get zeros alone. Between nodes it gets the same counts as the
+    active ranks: weights then move by XLA's collectives (`_placement._ragged`), which every rank must call equally
+    often, and the placement that is made of the counts decides how often.
+    """
+    if _active.given(active) and _nodes.several(spec.num_ranks, config):
+        return _ranks.all_gather(own, spec.axis_name)  # an inactive rank's own counts are zeros: its routing is masked
+    return gather_words_p.bind(own, active, spec=spec, config=config)[0]
 
 
 assign_p = declare_composite(

@@ -115,8 +115,9 @@ class Placement:
           weights: pytree of arrays `[S_old, ...]`, or `[R * S_old, ...]` outside `shard_map`.
           old, new: placements of the same experts over the same ranks; None is the experts' homes, `S = L`.
           axis_name: mesh axis, or a pair of axes; None is all manual axes, or the one that has `R` ranks.
-          active: bool `[R]`, as in `xm.dispatch`: GPUs wait for no inactive rank. Weights that only inactive ranks have
-            count as being nowhere; the result on an inactive rank is unspecified.
+          active: bool `[R]`, as in `xm.dispatch`: GPUs of one node wait for no inactive rank, and between nodes every
+            rank must call this. Weights that only inactive ranks have count as being nowhere; the result on an inactive
+            rank is unspecified.
           config: tuning; never changes the result.
 
         Returns:

@@ -14,6 +14,7 @@ import xen_moe_jax as xm
 from tests.support.cases import ROUTINGS
 from tests.support.checks import assert_bits
 from xen_moe_jax import _exact
+from xen_moe_jax.backends import reference
 
 R, E, T, K, H = 4, 11, 12, 4, 16
 L, EP = 3, P("ep")
@@ -162,6 +163,34 @@ def test_exact_among_the_active_ranks(routing):
         assert rows.sum() == np.asarray(counts).sum() and rows[~active].sum() == 0
         assert rows.sum(axis=1).max() <= T * K
     assert program_with_active(balance="exact")._cache_size() == 1
+
+
+def test_between_nodes_inactive_ranks_have_the_placement_too(monkeypatch):
+    """Weights move by collectives of all ranks there, as often as the placement says: on GPUs, whose gather gives an
+    inactive rank zeros, a rank with another placement would leave the others waiting."""
+
+    def gather(call, words, active):
+        mine = active[jax.lax.axis_index("ep")]
+        return jnp.where(mine, jax.lax.all_gather(words, "ep"), 0)
+
+    monkeypatch.setattr(reference.BACKEND, "gather_words", gather)
+    x, idx, topk_weights, _ = operands(3, "hammer")
+
+    def body(x, idx, topk_weights, active, per_node):
+        options = {"num_experts": E, "axis_name": "ep", "balance": "exact", "slots_per_rank": 7}
+        config = xm.KernelConfig(ranks_per_node=per_node)
+        routed = xm.dispatch(x, idx, topk_weights, active=active, config=config, **options)
+        return routed.handle.placement.experts[None]
+
+    def experts(per_node):
+        ranks = functools.partial(body, per_node=per_node)
+        program = jax.shard_map(ranks, mesh=mesh(), in_specs=(*(EP,) * 3, P()), out_specs=EP)
+        return np.asarray(jax.jit(program)(x, idx, topk_weights, np.arange(R) != 2))
+
+    found = experts(2)
+    assert (found[0][:, L:] >= 0).any(), "no expert is lent"
+    assert (found == found[0]).all()
+    assert (experts(None)[[0, 1, 3]] == found[0]).all()
 
 
 def test_gradients_go_home():
