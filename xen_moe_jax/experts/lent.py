@@ -5,9 +5,10 @@ by the weights of all slots (`by_slots`) runs a kernel over the rows of the rank
 it runs the kernel over the rows of the next borrowed experts, which writes its results to the same array. The weights
 of a round are fetched from their homes while the kernel of the round in front runs. Gradients of the weights
 (`contracted`) are made in the same rounds. Each gradient goes home while the kernel of the next round runs, and is
-added there in ascending order of ranks. Thus memory for a few borrowed matrices suffices, whatever the routing lends.
-The number of rounds is that of the rank that borrows most: all ranks know it, and take part in the exchanges of every
-round.
+added there: round after round, and within a round in ascending order of ranks. With more than two ranks, the number of
+experts in a round therefore changes the order in which an expert's gradients are added, and with it their last bits.
+Memory for a few borrowed matrices suffices, whatever the routing lends. The number of rounds is that of the rank that
+borrows most: all ranks that exchange know it, and take part in the exchanges of every round.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from xen_moe_jax._types import Handle, pytree
 from xen_moe_jax.pallas_kernels.hopper.rows import Into
 
 AT_ONCE = 2
-"""Experts that a rank borrows in one round where gradients are computed. A pass without gradients borrows one expert in
-a round (`one_at_once`): with two it would take 1.20 times the memory of uniform routing instead of 1.10. With
-gradients, two in a round take as much memory as one, and a layer is 8 % faster (docs/lab/layers.md)."""
+"""Experts that a rank borrows in one round. Only a pass without gradients whose combine weights the rows
+(`combined._run`) borrows one expert in a round (`one_at_once`): with two it would take 1.20 times the memory of uniform
+routing instead of 1.10. With gradients, two in a round take as much memory as one, and a layer is 8 % faster
+(docs/lab/layers.md)."""
 
 
 @pytree(static=("axis_name", "at_once", "config"))
@@ -42,7 +44,8 @@ class Lent:
 
     Attributes:
       own: `[L, A, B]`, one matrix of each of this rank's experts.
-      borrowed: int32 `[R, N]`, the experts that each rank borrows, followed by -1; the same on every active rank.
+      borrowed: int32 `[R, N]`, the experts that each rank borrows, followed by -1; the same on every active rank, and
+        between nodes on every rank.
       active: bool `[R]`, False for a rank that takes no part; None is all ranks.
       axis_name: names of the mesh axes over which the ranks are numbered.
       at_once: `W`, experts that a rank borrows in one round.
@@ -110,8 +113,8 @@ class Lent:
           meanwhile: `(work, operands)`: `work(operands)` runs while the first `W` gradients of each home travel.
 
         Returns:
-          `own` with the gradients that came here added in ascending order of ranks, each sum in float32 and rounded to
-          the dtype of `own`; and the result of `work`.
+          `own` with the gradients of this round that came here added in ascending order of ranks, each sum in float32
+          and rounded to the dtype of `own`; and the result of `work`.
         """
         ranks, local, width = self.borrowed.shape[0], self.shape[0], self.at_once
         expert = self.of_round(self.borrowed, turn, axis=1).reshape(-1)

@@ -28,7 +28,7 @@ class PlacementFields:
         `T * K` rows and none is dropped, as `xm.dispatch` says. Weights of lent experts travel in each call, in each of
         its chunks, and their gradients go home. Needs layout="grouped", without a capacity.
       slots_per_rank: experts of which a rank may have rows, with balance="exact"; None is `L + ceil(L / 4)`, and
-        on Hopper GPUs weights are then lent one at a time (`xm.moe_mlp`).
+        on Hopper GPUs weights are then lent one or two at a time (`xm.moe_mlp`).
     """
 
     axis_name: str | tuple[str, str] = "ep"
