@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from jax.interpreters.partial_eval import dce_jaxpr
 
 import xen_moe_jax as xm
 from tests.support import plain_hopper
@@ -130,6 +131,24 @@ def test_lent_weights_travel_beside_kernels():
     short = {"move_weights_start": "s", "optimization_barrier": "|", "rows_into": "k", "move_weights_done": "d"}
     order = "".join(short[name] for name in re.findall("|".join(short), program))
     assert order.count("k") == 2 and "ss|k|dd" in order and re.search(r"(?<!s)s\|k\|d(?!d)", order), order
+
+
+@pytest.mark.parametrize("place", ["rows", "activation"])
+def test_frozen_experts_send_no_gradients_home(place):
+    """The order of a backward pass keeps no gradient that is not asked for: each of three has two starts."""
+    moe = layer(dataclasses.replace(CONFIG, num_experts=12, balance="exact", apply_weights_to=place))
+    graph, state = nnx.split(moe)
+
+    def starts(argnums):
+        def loss(x, state):
+            return nnx.merge(graph, state)(x)[0].sum()
+
+        program = jax.make_jaxpr(jax.grad(loss, argnums))(tokens(16), state).jaxpr
+        used, _ = dce_jaxpr(program, [True] * len(program.outvars))  # as jit does
+        return str(used).count("xen_moe_move_weights_start[")
+
+    with plain_hopper.in_the_kernels_place(), jax.set_mesh(mesh()):
+        assert starts((0, 1)) - starts(0) == 6
 
 
 def test_vmap_moves_lent_weights_in_whole_operations():

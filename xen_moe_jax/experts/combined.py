@@ -24,6 +24,7 @@ from typing import Any
 import jax
 
 from xen_moe_jax._api import combine, redispatch
+from xen_moe_jax._async_primitives import order
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._mesh import vary_alike
 from xen_moe_jax._overlap import define_derivative
@@ -202,7 +203,8 @@ def _backward(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
     _, of_outer = jax.vjp(lambda inner, last, w: step.outer(inner, last, sizes, w), inner, last, row_weights)
     by_inner, by_last, by_row_weights = of_outer(step.back.transposed(cotangent, handle))
     # The cotangent's rows are used here for the last time: those of the rows' gradient come after them.
-    sizes, by_last = jax.lax.optimization_barrier((sizes, by_last))
+    # Unlike `optimization_barrier`, `order` keeps no `by_last` that is not asked for, as where experts are frozen.
+    by_last, sizes = order(by_last, sizes)
 
     def again(rows: Any, first: Any) -> Any:
         return mlp.inner_again(step.function, rows, sizes, first, projections)

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from xen_moe_jax._async_primitives import order
 from xen_moe_jax._jax_internals import varying_axes
 from xen_moe_jax._mesh import vary, vary_alike
 from xen_moe_jax._overlap import in_overlap, overlap_work
@@ -455,7 +456,7 @@ def _activated_backward(chosen: Plan, activation: Activation, kept: Any, cotange
         _by_weights(chosen, rows, by, w, group_sizes) for by, w in zip(by_projections, weights, strict=True)
     )
     if isinstance(weights[0], Lent):  # rows and their gradient are then never in memory together
-        group_sizes, by_weights = jax.lax.optimization_barrier((group_sizes, by_weights))
+        by_weights, group_sizes = order(by_weights, group_sizes)
     by_rows = _by_rows(chosen, by_projections, weights, group_sizes)
     by_biases = None
     if biases is not None:
