@@ -51,6 +51,12 @@ def vmapped(axis_name: Any) -> bool:
     return any(_is_bound(name) for name in names if name not in manual_axes())
 
 
+def automatic_axes() -> tuple[str, ...]:
+    """Mesh axes that the code being traced leaves to XLA, which partitions no Mosaic kernel over them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(name for name in mesh.axis_names if name not in mesh.manual_axes)
+
+
 def _is_bound(name: Any) -> bool:
     try:
         jax.lax.axis_size(name)
@@ -100,12 +106,13 @@ def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def platform() -> str:
-    """The platform that the code being traced will most likely run on: "cpu", "tpu", "cuda" or another."""
+    """The platform that the code being traced will most likely run on: "cpu", "tpu", "cuda" or another. It is that of
+    the mesh where the mesh knows it, and else that of JAX's default backend."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if str(getattr(device, "device_kind", "")).startswith("TPU"):
         return "tpu"
-    default = jax.default_backend()
-    return "cuda" if default == "gpu" else default
+    found = getattr(device, "platform", None) or jax.default_backend()
+    return "cuda" if found == "gpu" else found
 
 
 _lowering_mesh: contextvars.ContextVar[Any] = contextvars.ContextVar("mesh", default=None)

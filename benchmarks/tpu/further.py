@@ -168,7 +168,9 @@ def experts(given: Given) -> Program:
         cotangent = operands["cotangent"] + never(carry).astype(carry.dtype)
         weights, sizes = (operands["by gate"], operands["by up"]), operands["sizes"]
         activation = Activation(ACTIVATION)
-        _, projections = on_tpu.activated(cotangent, weights, sizes, activation, keep=True, config=given.config)
+        _, projections = on_tpu.activated_and_products(
+            cotangent, weights, sizes, activation, keep=True, config=given.config
+        )
         by_projections, weighted, _ = on_tpu.behind_activation(
             cotangent, operands["by down"], projections, operands["factors"], sizes, activation, given.config
         )

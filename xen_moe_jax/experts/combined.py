@@ -227,7 +227,8 @@ def _value_on_tpu(
 ) -> tuple[Any, list[Any]]:
     """Returns the value of `_run`, and with `keep` the projections, else none."""
     weights, _ = mlp.weights_and_biases(step.function, first)
-    inner, projections = on_tpu.activated(rows, weights, sizes, mlp.in_kernels(step.function), keep=keep)
+    activation = mlp.in_kernels(step.function)
+    inner, projections = on_tpu.activated_and_products(rows, weights, sizes, activation, keep=keep)
     return step.home(step.outer(inner, last, sizes), handle, row_weights), projections
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.interpreters import batching
 
 from xen_moe_jax._jax_internals import RAGGED_DOT
-from xen_moe_jax._mesh import vary_alike
+from xen_moe_jax._mesh import platform, vary_alike
 from xen_moe_jax._primitive import in_turn
 from xen_moe_jax.experts import hopper, on_tpu
 
@@ -169,8 +169,17 @@ def by_hopper(grouped_matmul: str | GroupedMatmul, rows: jax.Array, weights: jax
 
 def by_pallas(grouped_matmul: str | GroupedMatmul, rows: Any, weights: Any) -> bool:
     """Returns True if this library's kernels multiply such rows on a TPU: with "auto", where tokamax is not
-    installed."""
-    return grouped_matmul == "auto" and not installed() and on_tpu.supports(rows, weights)
+    installed. It warns, once for each shape, where the kernels do not take the operands."""
+    if grouped_matmul != "auto" or installed() or platform() != "tpu":
+        return False
+    reason = on_tpu.why_not(rows, weights)
+    if reason is not None and rows.size:
+        warn_once(
+            f"grouped matmul of {rows.dtype.name}{list(rows.shape)} by {weights.dtype.name}{list(weights.shape)} "
+            f"leaves this library's TPU kernels: {reason}. It is multiplied by jax.lax.ragged_dot, which is slower "
+            "(MoEConfig(grouped_matmul='ragged_dot') says nothing)"
+        )
+    return reason is None
 
 
 def why_not(depth: int, columns: int, dtype: Any, weights_dtype: Any = None, groups: int = 1) -> str | None:

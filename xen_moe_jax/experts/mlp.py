@@ -173,7 +173,10 @@ def inner_rows(
         both, added = weights_and_biases(config, weights)
         return hopper.activated(x, both, group_sizes, added, row_weights, activation=in_kernels(config))
     if all(grouped_matmul.by_pallas(config.grouped_matmul, x, weights[name]) for name in names):
-        products = list(on_tpu.products(x, [weights[name] for name in names], group_sizes))
+        both, added = weights_and_biases(config, weights)
+        if added is None:
+            return weighted(on_tpu.activated(x, both, group_sizes, in_kernels(config)), row_weights)
+        products = list(on_tpu.products(x, both, group_sizes))
     else:
         matmul = grouped_matmul.choose(config.grouped_matmul)
         products = [matmul(x, weights[name], group_sizes) for name in names]

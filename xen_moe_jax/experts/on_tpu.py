@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from xen_moe_jax._config import KernelConfig
-from xen_moe_jax._mesh import platform, vary_alike
+from xen_moe_jax._mesh import automatic_axes, manual_axes, vary_alike
 from xen_moe_jax._primitive import declare_composite
 from xen_moe_jax._shapes import ShapeDtype
 from xen_moe_jax.backends.pallas import hardware
@@ -56,20 +57,35 @@ smaller tiles HBM would move more bytes, and tiles of more rows are taken only b
 DEFAULT = KernelConfig(backend="pallas")
 
 
-def supports(rows: Any, weights: Any) -> bool:
-    """Returns True on a TPU for rows `[C, A]` and weights `[L, A, B]` of one dtype of `DTYPES`, where `C`, `A` and
-    `B` are multiples of 128 and `C` is not 0."""
-    whole = (
-        rows.shape[0] > 0
-        and rows.shape[0] % LEAST == 0
-        and weights.shape[2] % LEAST == 0
-        and rows.shape[1] % LANES == 0
-    )
-    return platform() == "tpu" and whole and rows.dtype == weights.dtype and rows.dtype.name in DTYPES
+def why_not(rows: Any, weights: Any) -> str | None:
+    """Returns why the kernels do not multiply rows `[C, A]` by weights `[L, A, B]` on a TPU here, with the remedy; None
+    where they do."""
+    if not manual_axes():
+        return "the call is not inside jax.shard_map, where the kernels run"
+    if axes := automatic_axes():
+        return (
+            f"mesh axes {list(axes)} are automatic here, and XLA does not partition the kernels: leave axis_names out "
+            "of jax.shard_map"
+        )
+    if rows.dtype != weights.dtype or rows.dtype.name not in DTYPES:
+        return (
+            f"rows are {rows.dtype.name} and weights {weights.dtype.name}: both must be of one dtype, "
+            f"{' or '.join(DTYPES)}"
+        )
+    sizes = {"C": rows.shape[0], "A": rows.shape[1], "B": weights.shape[2]}
+    if 0 in sizes.values():
+        return "an operand is empty"
+    odd = [f"{name}={size}" for name, size in sizes.items() if size % LEAST]
+    if odd:
+        return (
+            f"{' and '.join(odd)}: choose a capacity (C), a hidden size and an expert's width (A and B) that are "
+            f"multiples of {LEAST}"
+        )
+    return None
 
 
 def products(
-    rows: jax.Array, weights: Sequence[jax.Array], group_sizes: jax.Array, config: KernelConfig = DEFAULT
+    rows: jax.Array, weights: Sequence[jax.Array], group_sizes: jax.Array, config: KernelConfig | None = None
 ) -> tuple[jax.Array, ...]:
     """Returns the products of the rows with each of several weights of their experts, `[C, B]` each; unspecified past
     the last group.
@@ -78,10 +94,19 @@ def products(
       rows: `[C, A]`, sorted by expert. weights: each `[L, A, B]`. group_sizes: int32 `[L]`.
     """
     rows, group_sizes, *varying = vary_alike(rows, group_sizes, *weights)
-    return _products(config, rows, tuple(varying), group_sizes)
+    return _products(config or DEFAULT, rows, tuple(varying), group_sizes)
 
 
 def activated(
+    rows: jax.Array, weights: Sequence[jax.Array], group_sizes: jax.Array, activation: Activation
+) -> jax.Array:
+    """Returns the activation of the `products`, `[C, B]`, computed in float32 from the rounded products and rounded
+    once; unspecified past the last group. Its derivatives take the products as they are rounded."""
+    rows, group_sizes, *varying = vary_alike(rows, group_sizes, *weights)
+    return _activated(DEFAULT, activation, rows, tuple(varying), group_sizes)
+
+
+def activated_and_products(
     rows: jax.Array,
     weights: Sequence[jax.Array],
     group_sizes: jax.Array,
@@ -90,8 +115,7 @@ def activated(
     keep: bool,
     config: KernelConfig | None = None,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Returns the activation of the `products`, `[C, B]`, computed in float32 and rounded once; and with `keep` the
-    products, else an empty list. Both are unspecified past the last group.
+    """Returns `activated`; and with `keep` the products, else an empty list. Both are unspecified past the last group.
 
     It has no derivative: `behind_activation` and `by_operands` are those of its caller.
     """
@@ -142,7 +166,7 @@ def behind_activation(
     factors: jax.Array,
     group_sizes: jax.Array,
     activation: Activation,
-    config: KernelConfig = DEFAULT,
+    config: KernelConfig | None = None,
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
     """Returns the gradients of `(f * a(projections)) @ weight[expert]`, by the kernel `activation_gradients`.
 
@@ -156,12 +180,36 @@ def behind_activation(
       `f`. All are zero past the last group.
     """
     found = _gradients_p.bind(
-        cotangent, weight, factors, group_sizes, *projections, activation=activation, config=config
+        cotangent, weight, factors, group_sizes, *projections, activation=activation, config=config or DEFAULT
     )
     return found[:-2], *found[-2:]
 
 
 _products.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _activated(config: KernelConfig, activation: Activation, rows: Any, weights: Any, group_sizes: Any) -> Any:
+    return activated_and_products(rows, weights, group_sizes, activation, keep=False, config=config)[0]
+
+
+def _activated_forward(
+    config: KernelConfig, activation: Activation, rows: Any, weights: Any, group_sizes: Any
+) -> tuple[Any, Any]:
+    given = jax.tree.map(first_order, (rows, weights))
+    inner, kept = activated_and_products(*given, group_sizes, activation, keep=True, config=config)
+    return inner, (kept, rows, weights, group_sizes)
+
+
+def _activated_backward(config: KernelConfig, activation: Activation, kept: Any, cotangent: Any) -> tuple[Any, ...]:
+    *arrays, group_sizes = kept
+    projections, rows, weights, cotangent = jax.tree.map(first_order, (*arrays, cotangent))
+    by_inner, *inputs = (a.astype(jnp.float32) for a in (cotangent, *projections))
+    by_projections = [a.astype(rows.dtype) for a in activation.gradients(by_inner, *inputs)]
+    return *by_operands(rows, weights, group_sizes, by_projections, config), None
+
+
+_activated.defvjp(_activated_forward, _activated_backward)
 
 
 def tiles_for(

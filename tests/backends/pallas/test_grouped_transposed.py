@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,9 @@ from jax.sharding import PartitionSpec as P
 import xen_moe_jax as xm
 from tests.support import interpreter
 from tests.support.checks import assert_bits
-from xen_moe_jax.experts import on_tpu
+from xen_moe_jax.backends.pallas import hardware
+from xen_moe_jax.experts import grouped_matmul, mlp, on_tpu
+from xen_moe_jax.experts.function import ExpertFunction
 from xen_moe_jax.pallas_kernels.grouped_by_weight import WeightTiles, grouped_by_weight
 from xen_moe_jax.pallas_kernels.grouped_transposed import (
     Tiles,
@@ -149,10 +153,59 @@ def test_gradients_through_an_activation(name, activation):
         assert not value[~used].any()
 
 
-def test_no_rows_have_no_tiles(monkeypatch):
-    monkeypatch.setattr(on_tpu, "platform", lambda: "tpu")
+def chosen(rows, weights, axis_names=frozenset(("ep", "dp"))):
+    """Returns True if the kernels multiply operands of these shapes on a mesh with these manual axes."""
+    mesh = jax.make_mesh((2, 1), ("ep", "dp"), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    found = []
+
+    def traced(rows, weights):
+        found.append(grouped_matmul.by_pallas("auto", rows, weights))
+        return rows
+
+    shapes = (jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype) for a in (rows, weights))
+    specs = {"in_specs": P("ep"), "out_specs": P("ep"), "axis_names": set(axis_names)}
+    jax.eval_shape(jax.jit(jax.shard_map(traced, mesh=mesh, **specs)), *shapes)
+    return found[0]
+
+
+@pytest.fixture
+def on_a_tpu(monkeypatch):
+    monkeypatch.setattr(grouped_matmul, "platform", lambda: "tpu")
+    monkeypatch.setattr(grouped_matmul, "installed", lambda: False)
+    grouped_matmul.warn_once.cache_clear()
+
+
+def test_what_leaves_the_kernels_says_so_once(on_a_tpu):
+    """With the shapes, the reason and the remedy. Operands that the kernels take, and no rows at all, say nothing."""
     rows, weights = jnp.zeros((128, 256)), jnp.zeros((2, 256, 128))
-    assert on_tpu.supports(rows, weights) and not on_tpu.supports(rows[:0], weights)
+    says = {
+        r"float32\[100, 256\] by float32\[2, 256, 192\] leaves .*: C=100 and B=192: choose .* multiples of 128": (
+            jnp.zeros((100, 256)),
+            jnp.zeros((2, 256, 192)),
+        ),
+        "float16 and weights float16: both must be of one dtype, bfloat16 or float32": (
+            rows.astype("float16"),
+            weights.astype("float16"),
+        ),
+    }
+    for message, operands in says.items():
+        with pytest.warns(UserWarning, match=message):
+            assert not chosen(*operands)
+    with pytest.warns(UserWarning, match=r"mesh axes \['dp'\] are automatic here.*leave axis_names out"):
+        assert not chosen(rows, weights, {"ep"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert chosen(rows, weights) and not chosen(rows[:0], weights)
+        for operands in says.values():
+            assert not chosen(*operands)  # said already
+
+
+def test_a_mesh_of_cpus_beside_a_tpu_has_no_kernels(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(grouped_matmul, "installed", lambda: False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not chosen(jnp.zeros((128, 256)), jnp.zeros((2, 256, 128)))
 
 
 def test_tiles_fit_and_divide():
@@ -181,11 +234,9 @@ def test_tiles_fit_and_divide():
 
 
 @pytest.mark.parametrize("changes", [{}, {"activation": "relu2"}, {"apply_weights_to": "input"}], ids=str)
-def test_a_layer_has_the_gradients_of_ragged_dot(changes, monkeypatch):
+def test_a_layer_has_the_gradients_of_ragged_dot(changes, monkeypatch, on_a_tpu):
     """On a TPU without tokamax, to the rounding of sums."""
-    monkeypatch.setattr(on_tpu, "platform", lambda: "tpu")
     monkeypatch.setattr(on_tpu, "DEFAULT", INTERPRETED)
-    monkeypatch.setattr(on_tpu.products, "__defaults__", (INTERPRETED,))
     rng, ranks, tokens, hidden, width = np.random.default_rng(2), 2, 32, 128, 128
     gated = "activation" not in changes
     experts, top_k = 4, 2
@@ -231,6 +282,31 @@ def test_a_layer_has_the_gradients_of_ragged_dot(changes, monkeypatch):
     jax.tree.map(assert_close, (y, gradients), (expected, expected_gradients))
 
 
+@pytest.mark.parametrize("cores", [1, 2])
+def test_bfloat16_has_the_bits_of_dispatch_experts_and_combine(cores, monkeypatch, on_a_tpu):
+    """The activation is rounded once in both. Two cores share the tiles of columns."""
+    monkeypatch.setattr(on_tpu, "DEFAULT", INTERPRETED)
+    monkeypatch.setattr(hardware, "SMALLEST", dataclasses.replace(hardware.SMALLEST, cores=cores))
+    rng, tokens, hidden, width, experts, top_k = np.random.default_rng(5), 64, 256, 256, 3, 2
+    drawn = [(tokens, hidden), (experts, hidden, width), (experts, hidden, width), (experts, width, hidden)]
+    x, *weights = (jnp.asarray(rng.standard_normal(shape) / shape[-2] ** 0.5, jnp.bfloat16) for shape in drawn)
+    idx = jnp.asarray(np.argsort(rng.random((tokens, experts)), axis=1)[:, :top_k], jnp.int32)
+    factors = jnp.asarray(rng.random(idx.shape), jnp.float32)
+    mesh = jax.make_mesh((1,), ("ep",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
+    routing = {"num_experts": experts, "axis_name": "ep", "capacity": 128}
+
+    def both(x, idx, factors, weights):
+        by_name = dict(zip(("gate", "up", "down"), weights, strict=True))
+        routed = xm.dispatch(x, idx, factors, **routing)
+        y = mlp.grouped_experts(ExpertFunction(), routed.x, routed.group_sizes, by_name)
+        return xm.moe_mlp(x, idx, factors, *weights, **routing), xm.combine(y, routed.handle, weighted=True)
+
+    mapped = jax.shard_map(both, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
+    got, expected = jax.jit(mapped)(x, idx, factors, weights)
+    assert np.asarray(expected, np.float32).any()
+    assert_bits(np.asarray(got), np.asarray(expected), "moe_mlp")
+
+
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize(
     "generation", ["v5e", *(pytest.param(g, marks=pytest.mark.slow) for g in ("v4", "v5p", "v6e", "tpu7x"))]
@@ -269,7 +345,7 @@ def test_kernels_compile(generation):
         return jax.ShapeDtypeStruct((mesh.size * sizes[0], *sizes[1:]), dtype, sharding=sharding)
 
     def gradients(by_x, by_y, gate, up, down, sizes, factors):
-        inner, projections = on_tpu.activated(by_y, (gate, up), sizes, Activation("swiglu"), keep=True)
+        inner, projections = on_tpu.activated_and_products(by_y, (gate, up), sizes, Activation("swiglu"), keep=True)
         behind = on_tpu.behind_activation(by_y, down, projections, factors, sizes, Activation("swiglu"))
         by_down = on_tpu.by_weight(inner, sizes, by_y, on_tpu.DEFAULT)
         return (
