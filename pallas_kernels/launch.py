@@ -20,7 +20,7 @@ class Launch:
     collective_id: number of the barrier semaphore of kernels that reach other ranks.
     interpret: False, or the argument of `pallas_call(interpret=)`.
     cores: TensorCores that share a device (v4 and v5p: two); kernels that reach other ranks use one,
-      but for `decode_layer`.
+      but for `reduce_slots` and `decode_layer`.
     """
 
     block: int

@@ -68,9 +68,11 @@ def moe_mlp(
     The value is that of `dispatch`, two or three grouped matmuls and `combine`, to the last bit, and so are the
     derivatives, except on a Hopper GPU or a TPU. There the backward pass keeps neither the experts' outputs nor their
     weighted cotangents, so that gradients differ by the rounding of these, and a second derivative is an error that
-    names `ragged_dot`. On a GPU, on an axis of one rank, the matmuls read the tokens where they lie. On a TPU the
-    cotangents of `gate`'s and `up`'s rows are added up in float32 and rounded once, and few tokens (`config.mode`) take
-    one kernel for all of it, as the Flax layers do (docs/design/tpu.md).
+    names `ragged_dot`. The kernels there compute the activation in float32 and round it once, in this call and in the
+    Flax layers; elsewhere, and with biases on a TPU, it is computed in the dtype of the rows. On a GPU, on an axis of
+    one rank, the matmuls read the tokens where they lie. On a TPU the cotangents of `gate`'s and `up`'s rows are added
+    up in float32 and rounded once, and few tokens (`config.mode`) take one kernel for all of it, as the Flax layers do
+    (docs/design/tpu.md).
 
     It has no start and done halves: work for the time of a transfer goes between the halves of `dispatch` and of
     `combine`, and the experts, which run between the two, are the caller's matmuls then.

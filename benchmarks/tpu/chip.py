@@ -6,7 +6,8 @@ Parts, each a process of its own:
 - `kernels`: what each kernel of a dispatch and a combine takes. From the profiler where it shows TPU operations; else
   from programs that keep one kernel more each (`watch.keep`), as differences.
 - `further`: the same for all other kernels (`benchmarks.tpu.further`).
-- `layer`: an MoE layer, forward and with its gradients, beside the same layer on `jax.lax.ragged_all_to_all`.
+- `layer`: an MoE layer with `grouped_matmul="auto"`, the default, forward and with its gradients, beside the same layer
+  on `jax.lax.ragged_all_to_all` and `jax.lax.ragged_dot`.
 - `counted`: the static estimate, in which nothing runs: bundles of each kernel, XLA's estimate of its operations, time
   of the bytes on the wire and in HBM (`benchmarks.tpu.bundles`), of the chip that --generation and --devices name.
 - `counted-further`: the static estimate for the programs of `further`.
@@ -72,12 +73,21 @@ def cases(small: bool) -> list[Case]:
 # -- counted ----------------------------------------------------------------------------------------------------------
 
 
-def counted(generation: str, devices: int, small: bool, folder: str) -> dict[str, Any]:
-    """The static estimate of every case and operation, in microseconds; nothing here is measured."""
+Put = Callable[[dict[str, Any]], None]
+"""Takes what a part has found so far: a row, or a document that gets more rows."""
+
+
+def nothing(document: dict[str, Any]) -> None:
+    """Keeps nothing of a document that has not all of its rows yet."""
+
+
+def counted(generation: str, devices: int, small: bool, folder: str, put: Put = nothing) -> dict[str, Any]:
+    """The static estimate of every case and operation, in microseconds; nothing here is measured. `put` gets it after
+    every row."""
     from benchmarks.tpu import bundles, programs, topologies
 
-    topology, found = topologies.TOPOLOGIES[generation], []
-    name = topology.topology_of(devices)
+    topology = topologies.TOPOLOGIES[generation]
+    document, name = counted_for(generation, devices), topology.topology_of(devices)
     known: dict[tuple[Any, ...], Any] = {}  # cases that differ in the other operation's wire share a program
     for case in cases(small):
         for operation in OPERATIONS:
@@ -110,19 +120,30 @@ def counted(generation: str, devices: int, small: bool, folder: str) -> dict[str
                 "uncounted": uncounted,
             }
             row["floor_us"] = max(row["wire_us"], row["hbm_us"], sum(row["kernels"].values()) + row["xla_us"])
-            found.append(row)
-    return {"generation": generation, "devices": devices, "topology": name, "estimates": True, "rows": found}
+            document["rows"].append(row)
+            put(document)
+    return document
 
 
-def counted_further(generation: str, devices: int, small: bool, folder: str) -> dict[str, Any]:
-    """`counted` for the programs of the part `further`."""
-    from benchmarks.tpu import further, topologies
-    from benchmarks.tpu import here as places
+def counted_for(generation: str, devices: int) -> dict[str, Any]:
+    """Returns a document of the static estimate without rows."""
+    from benchmarks.tpu import topologies
 
     name = topologies.TOPOLOGIES[generation].topology_of(devices)
-    os.environ[places.COMPILE_FOR] = name  # before `here` is asked for the first time
-    found = [further.counted(one, given, generation, folder) for one, given in further_programs(small)]
-    return {"generation": generation, "devices": devices, "topology": name, "estimates": True, "rows": found}
+    return {"generation": generation, "devices": devices, "topology": name, "estimates": True, "rows": []}
+
+
+def counted_further(generation: str, devices: int, small: bool, folder: str, put: Put = nothing) -> dict[str, Any]:
+    """`counted` for the programs of the part `further`."""
+    from benchmarks.tpu import further
+    from benchmarks.tpu import here as places
+
+    document = counted_for(generation, devices)
+    os.environ[places.COMPILE_FOR] = document["topology"]  # before `here` is asked for the first time
+    for one, given in further_programs(small):
+        document["rows"].append(further.counted(one, given, generation, folder))
+        put(document)
+    return document
 
 
 def further_programs(small: bool) -> Iterator[tuple[Any, Any]]:
@@ -473,7 +494,8 @@ def measure_further(small: bool, put: Callable[[dict], None]) -> Clock:
 
 
 def layer_programs(small: bool) -> Iterator[tuple[str, str, Any, Any, Callable[[], Any]]]:
-    """(program, operation, mesh, jitted, operands), ours and the peer's, forward and with gradients."""
+    """(program, operation, mesh, jitted, operands), ours and the peer's, forward and with gradients. Our layer chooses
+    its grouped matmul itself; the peer's is `jax.lax.ragged_dot`."""
     import jax
     import jax.numpy as jnp
 
@@ -484,7 +506,7 @@ def layer_programs(small: bool) -> Iterator[tuple[str, str, Any, Any, Callable[[
     case = next(case for case in cases(small) if case.name == "throughput-bf16")
     measured = prepared(case, sizes(small))
     width = 64 if small else WIDTH
-    config = dataclasses.replace(peers.config_of(measured.problem.work, width, "ragged_dot"), kernel=measured.config)
+    config = dataclasses.replace(peers.config_of(measured.problem.work, width, "auto"), kernel=measured.config)
     given = layers.LayerProblem(measured.problem, config, 1)
     mesh = measured.problem.mesh
 
@@ -517,7 +539,8 @@ def layer_programs(small: bool) -> Iterator[tuple[str, str, Any, Any, Callable[[
     for program in (peers.OWN, peers.PEER):
         if program == peers.PEER and mesh.devices.flat[0].platform == "cpu":
             continue  # XLA has no ragged all-to-all for CPUs
-        layer = peers.layer_of(program, config, given.work)
+        chosen = config if program == peers.OWN else dataclasses.replace(config, grouped_matmul="ragged_dot")
+        layer = peers.layer_of(program, chosen, given.work)
         for operation, wrap in layers.OPERATIONS.items():
             if program == peers.PEER and operation == "forward":
                 continue  # XLA compiles the peer's sorts for minutes
@@ -536,6 +559,7 @@ def measure_layer(small: bool, put: Callable[[dict], None]) -> Clock:
     import jax
 
     from benchmarks.tpu import here as places
+    from benchmarks.tpu import layer_programs as peers
     from benchmarks.tpu import watch
     from xen_moe_jax.tuning import timing
 
@@ -544,7 +568,8 @@ def measure_layer(small: bool, put: Callable[[dict], None]) -> Clock:
         name = f"layer, {operation}, {program}"
         watch.compiling(name)
         given = operands()
-        compiled = places.compiled(jitted, mesh, given)
+        with peers.for_other_devices("auto") if clock.only_compiles else contextlib.nullcontext():
+            compiled = places.compiled(jitted, mesh, given)
         kernels = list(watch.traced)
         clock.compiled.append({"program": name, "kernels": [kernel for kernel, _ in kernels]})
         if clock.only_compiles:
@@ -655,16 +680,18 @@ def main(arguments: list[str] | None = None) -> int:
 
         jax.config.update("jax_platforms", "cpu")
         if options.generation:
-            count = COUNTED[options.part]
-            write(options.json, count(options.generation, options.devices, options.small, folder))
+            keep = functools.partial(write, options.json)
+            keep(COUNTED[options.part](options.generation, options.devices, options.small, folder, keep))
             return 0
         if options.part != "counted":
             parser.error(f"{options.part}: name a --generation; a process has the chips of one host")
         from benchmarks.lib import report
 
-        found = {host: counted(*chip, options.small, folder) for host, chip in HOSTS.items()}
         command = "python -m benchmarks tpu-chip counted --json FILE"
-        write(options.json, {"command": command, "versions": report.versions(), "sizes": LARGE, "hosts": found})
+        hosts: dict[str, Any] = {}
+        for host, chip in HOSTS.items():
+            hosts[host] = counted(*chip, options.small, folder)
+            write(options.json, {"command": command, "versions": report.versions(), "sizes": LARGE, "hosts": hosts})
         return 0
     places.join()
     watch.install()

@@ -6,6 +6,7 @@ go, and the names that its profiler gives to kernels, of which a profile written
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -20,7 +21,8 @@ from tests.support import ROOT, processes
 pytest.importorskip("tools.tpu_check", reason="tools are part of a checkout alone")
 pytest.importorskip("jax.experimental.pallas.tpu")
 
-from benchmarks.tpu import chip, watch
+from benchmarks.tpu import chip, further, watch
+from benchmarks.tpu import here as places
 from tools import tpu_check
 from tools.steps import HUNG, Outcome
 from xen_moe_jax import _check_command
@@ -179,6 +181,22 @@ def test_measured_over_counted():
     assert [(o["program"], o["ratio"]) for o in found["operations"]] == [(chip.OURS, 2.0)]
     text = chip.table(found, operations)
     assert len(text.splitlines()) == 2 + 6 + 2 and text.count("SLOW") == 1
+
+
+def test_a_static_estimate_is_written_after_every_row(tmp_path, monkeypatch):
+    """What was counted before a process is killed is not lost."""
+    path, written = tmp_path / "counts.json", []
+
+    def counted(one, *_):
+        written.append(json.loads(path.read_text())["rows"] if path.exists() else [])
+        return {"operation": one}
+
+    monkeypatch.setenv(places.COMPILE_FOR, "")  # the part sets it
+    monkeypatch.setattr(chip, "further_programs", lambda small: [("a", None), ("b", None)])
+    monkeypatch.setattr(further, "counted", counted)
+    found = chip.counted_further("v5e", 8, False, "", functools.partial(chip.write, path))
+    assert written == [[], [{"operation": "a"}]] and json.loads(path.read_text()) == found
+    assert found["topology"] == "v5e:2x4"
 
 
 def test_a_kernel_takes_what_a_program_with_it_takes_longer():

@@ -1,7 +1,8 @@
 """Experts and the combine of their rows as one differentiable step: fewer passes over the rows in the backward pass.
 
 Where nothing is fused, this is `combine(experts(rows))`. Where the kernels for Hopper GPUs or for TPUs multiply, the
-value has the same bits, but the backward pass is another one. A combine weights the rows `[C, H]`, so that its
+value has the bits of `combine(experts(rows))` on these kernels, because `mlp.inner_rows` takes the activation, rounded
+once, from the same kernel. The backward pass is another one. A combine weights the rows `[C, H]`, so that its
 transpose multiplies the cotangent's rows by the router weights, and the gradient of these weights reads the experts'
 output. Both can be computed in front of the last matmul, where a row has F elements. The gradient of `down` then takes
 weighted rows of the activation (`inner`), `w` being the router weights:
