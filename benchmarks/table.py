@@ -18,7 +18,6 @@ from typing import Any
 from benchmarks import layer_tables
 from benchmarks.peers import jax_best, jax_settings
 from benchmarks.tpu import budget as tpu_budget
-from benchmarks.tpu import chip as tpu_chip
 from benchmarks.tpu import layer as tpu_layer
 from tools import perf_curves
 
@@ -240,8 +239,26 @@ def tpu_static(lines: Callable[[list[dict[str, Any]]], list[str]]) -> str:
 
 
 def tpu_hosts() -> str:
-    """Returns the static estimate for one host of each generation."""
-    return "\n".join(tpu_chip.hosts_table(json.loads((RESULTS / "tpu_hosts.json").read_text())))
+    """Returns the static estimate of a dispatch and a combine together, for one host of each generation."""
+    document = json.loads((RESULTS / "tpu_hosts.json").read_text())
+    shown = (
+        ("throughput-bf16", "4096, bf16"),
+        ("throughput", "4096, fp8 dispatch"),
+        ("low-latency", "128, fp8 dispatch"),
+    )
+    lines = [
+        "| host | devices | tokens, wire | wire us | HBM us | kernels us | XLA us | at least, us |",
+        "|" + "---|" * 8,
+    ]
+    for host, found in document["hosts"].items():
+        for case, label in shown:
+            rows = [row for row in found["rows"] if row["case"] == case]
+            terms = [sum(row[name] for row in rows) for name in ("wire_us", "hbm_us")]
+            terms += [sum(sum(row["kernels"].values()) for row in rows), sum(row["xla_us"] for row in rows)]
+            terms.append(sum(row["floor_us"] for row in rows))
+            cells = [host, str(found["devices"]), label, *(f"{us:.0f}" for us in terms)]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def tpu_left_out() -> str:

@@ -77,11 +77,7 @@ Put = Callable[[dict[str, Any]], None]
 """Takes what a part has found so far: a row, or a document that gets more rows."""
 
 
-def nothing(document: dict[str, Any]) -> None:
-    """Keeps nothing of a document that has not all of its rows yet."""
-
-
-def counted(generation: str, devices: int, small: bool, folder: str, put: Put = nothing) -> dict[str, Any]:
+def counted(generation: str, devices: int, small: bool, folder: str, put: Put = lambda _: None) -> dict[str, Any]:
     """The static estimate of every case and operation, in microseconds; nothing here is measured. `put` gets it after
     every row."""
     from benchmarks.tpu import bundles, programs, topologies
@@ -133,7 +129,9 @@ def counted_for(generation: str, devices: int) -> dict[str, Any]:
     return {"generation": generation, "devices": devices, "topology": name, "estimates": True, "rows": []}
 
 
-def counted_further(generation: str, devices: int, small: bool, folder: str, put: Put = nothing) -> dict[str, Any]:
+def counted_further(
+    generation: str, devices: int, small: bool, folder: str, put: Put = lambda _: None
+) -> dict[str, Any]:
     """`counted` for the programs of the part `further`."""
     from benchmarks.tpu import further
     from benchmarks.tpu import here as places
@@ -168,28 +166,6 @@ def further_programs(small: bool) -> Iterator[tuple[Any, Any]]:
 
 HOSTS = {"v4-8": ("v4", 4), "v5e-8": ("v5e", 8), "v5p-8": ("v5p", 4), "v6e-8": ("v6e", 8), "7x-8": ("tpu7x", 8)}
 """By the name of one host: its generation, and how many JAX devices it has."""
-
-
-def hosts_table(document: dict[str, Any]) -> list[str]:
-    """Returns the lines of a Markdown table: the estimate of a dispatch and a combine together, for each host."""
-    shown = (
-        ("throughput-bf16", "4096, bf16"),
-        ("throughput", "4096, fp8 dispatch"),
-        ("low-latency", "128, fp8 dispatch"),
-    )
-    lines = [
-        "| host | devices | tokens, wire | wire us | HBM us | kernels us | XLA us | at least, us |",
-        "|" + "---|" * 8,
-    ]
-    for host, found in document["hosts"].items():
-        for case, label in shown:
-            rows = [row for row in found["rows"] if row["case"] == case]
-            terms = [sum(row[name] for row in rows) for name in ("wire_us", "hbm_us")]
-            terms += [sum(sum(row["kernels"].values()) for row in rows), sum(row["xla_us"] for row in rows)]
-            terms.append(sum(row["floor_us"] for row in rows))
-            cells = [host, str(found["devices"]), label, *(f"{us:.0f}" for us in terms)]
-            lines.append("| " + " | ".join(cells) + " |")
-    return lines
 
 
 # -- programs ---------------------------------------------------------------------------------------------------------

@@ -196,8 +196,8 @@ def _activated(config: KernelConfig, activation: Activation, rows: Any, weights:
 def _activated_forward(
     config: KernelConfig, activation: Activation, rows: Any, weights: Any, group_sizes: Any
 ) -> tuple[Any, Any]:
-    given = jax.tree.map(first_order, (rows, weights))
-    inner, kept = activated_and_products(*given, group_sizes, activation, keep=True, config=config)
+    rows, weights = jax.tree.map(first_order, (rows, weights))
+    inner, kept = activated_and_products(rows, weights, group_sizes, activation, keep=True, config=config)
     return inner, (kept, rows, weights, group_sizes)
 
 
