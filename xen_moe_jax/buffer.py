@@ -38,7 +38,7 @@ def buffer_size_hint(
       wire: as in `dispatch`.
       ranks_per_node: the `KernelConfig.ranks_per_node` of the operations.
       slots_per_rank: `S` of a placement, with which a combine moves rows by themselves; None: experts are at home.
-      backend: None asks for the one that `jax.default_backend()` would use.
+      backend: None asks for the one of the current mesh's platform; without a mesh, of `jax.default_backend()`.
 
     Returns:
       bytes; 0 for backends without symmetric memory.

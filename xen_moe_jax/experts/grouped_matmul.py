@@ -150,7 +150,7 @@ def auto(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Arr
         return hopper.grouped_matmul(rows, weights, group_sizes)
     if by_pallas("auto", rows, weights):
         return on_tpu.products(rows, [weights], group_sizes)[0]
-    return BY_NAME[automatic(jax.default_backend())](rows, weights, group_sizes)
+    return BY_NAME[automatic(platform())](rows, weights, group_sizes)
 
 
 def by_hopper(grouped_matmul: str | GroupedMatmul, rows: jax.Array, weights: jax.Array) -> bool:
