@@ -111,9 +111,28 @@ def _visits(made: jax.Array, first: jax.Array, blocks: int) -> jax.Array:
     return jnp.minimum(at + jnp.arange(cores, dtype=jnp.int32)[:, None] * (blocks // cores), blocks - 1).reshape(-1)
 
 
-def _table_copy(refs: _Refs, static: _Static, block: Any) -> Any:
-    words = refs.tables.shape[2]
-    at = refs.visits[pl.program_id(0) * (refs.visits.shape[0] // static.cores) + block]
+def _visited(core: Any, turn: Any, visits: Any, count: Any, blocks: int) -> Any:
+    """Returns which of all `blocks` a core visits at its turn.
+
+    `visits` is the table of `_visits`, or the first visit alone, of one core; then `count` has the blocks of each part.
+    For few tokens the table would cost XLA more than the steps gain by it.
+    """
+    if visits.shape[0] == blocks > 1:
+        return visits[core * (blocks // count.shape[0]) + turn]
+    parts = count.shape[0]
+    total = sum(count[n] for n in range(1, parts)) + count[0]
+    at = turn + visits[0]
+    at = jnp.where(at >= total, at - total, at)
+    before = count[0]
+    for n in range(1, parts):  # a block behind those of part `n - 1` is the first of part `n`
+        at = jnp.where(at >= before, at - before + n * (blocks // parts), at)
+        before = count[n] + n * (blocks // parts)
+    return at
+
+
+def _table_copy(refs: _Refs, block: Any) -> Any:
+    blocks, _, words = refs.tables.shape
+    at = _visited(pl.program_id(0), block, refs.visits, refs.count, blocks)
     slot = lax.rem(block, 2)
     into = pl.ds(pl.multiple_of(slot * words, words), words)
     return pltpu.make_async_copy(refs.tables.at[at, 0], refs.table.at[into], refs.table_came.at[slot])
@@ -230,7 +249,7 @@ def _group(refs: _Refs, static: _Static, link: Link, block: Any, blocks: Any, gr
 
     @pl.when(last & (block + 1 < blocks))
     def _() -> None:
-        _table_copy(refs, static, block + 1).wait()
+        _table_copy(refs, block + 1).wait()
 
     @pl.when(jnp.logical_not(ends))
     def _() -> None:
@@ -281,13 +300,13 @@ def _body(refs: _Refs, *, static: _Static) -> None:
     def _() -> None:
         link.announce()
         refs.state[GROUP] = 0
-        _table_copy(refs, static, block).start()
-        _table_copy(refs, static, block).wait()
+        _table_copy(refs, block).start()
+        _table_copy(refs, block).wait()
         _start(refs, static, block, 0, 0)
 
     @pl.when(block + 1 < blocks)
     def _() -> None:
-        _table_copy(refs, static, block + 1).start()
+        _table_copy(refs, block + 1).start()
 
     exist = _known(refs, static, block, static.columns.facts, static.columns.slots)
     # a block without pairs has one empty group, so that the next one's rows are asked for in one place
@@ -371,12 +390,15 @@ def reduce_slots(
     if axes is not None:
         rank, ranks = lax.axis_index(axes.names).astype(jnp.int32), axes.num_ranks // cores
         first = lax.div(lax.rem(rank + 1, ranks) * count, ranks)
-        # all ranks send to this one from the same core
-        expected = jnp.where(jnp.arange(cores)[:, None] == lax.div(rank, ranks), expected, 0)
-    visits = _visits(made, first, blocks)
+        if cores > 1:  # all ranks send to this one from the same core
+            expected = jnp.where(jnp.arange(cores)[:, None] == lax.div(rank, ranks), expected, 0)
+    turns = jnp.max(count)
+    visits, count = (
+        (first, made[0]) if isinstance(pairs, Ordered) and cores == 1 else (_visits(made, first, blocks), count)
+    )
 
     def visited(core: Any, turn: Any, expected: Any, zero: Any, visits: Any, count: Any) -> Any:
-        return visits[core * (blocks // cores) + turn], 0, 0
+        return _visited(core, turn, visits, count, blocks), 0, 0
 
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     names = ["expected", "zero", "visits", "count", "columns", "tables", "y"]
@@ -410,7 +432,7 @@ def reduce_slots(
         shared=cores > 1,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            grid=(cores, jnp.max(count)),
+            grid=(cores, turns),
             in_specs=[
                 pl.BlockSpec((1, *ordered.shape[1:]), visited),
                 *[hbm] * (2 + len(operands)),
