@@ -54,8 +54,8 @@ LEFT_OUT = 3
 
 
 class Settings(NamedTuple):
-    """What all processes of a server know. `kernels`: see `make_step`. `gpus`: number of GPUs, which the ranks take in
-    turn. `timeout_s`: as in `elastic.Group`."""
+    """Holds the settings of all processes of a server. `kernels`: see `make_step`. `gpus`: number of GPUs, which the
+    ranks take in turn. `timeout_s`: as in `elastic.Group`."""
 
     folder: str
     ranks: int

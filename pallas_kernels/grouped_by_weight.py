@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from xen_moe_jax.pallas_kernels.grouped_transposed import ALIGNMENT, visits_of
+from xen_moe_jax.pallas_kernels.grouped_transposed import ALIGNMENT, rows_of_visit, visits_of
 from xen_moe_jax.pallas_kernels.launch import Launch, precision
 
 
@@ -59,9 +59,7 @@ def pieces_of(begin: Any, end: Any, tiles: WeightTiles) -> tuple[Any, Any]:
 def _body(refs: Any, *, tiles: WeightTiles, local: int) -> None:
     """Body of the kernel: one visit. Visits of the expert number `local` have nothing to do."""
     visit, expert = pl.program_id(2), refs.experts[pl.program_id(2)]
-    above = refs.tiles[visit] * tiles.rows
-    begin = jnp.maximum(jnp.where(expert > 0, refs.ends[jnp.maximum(expert - 1, 0)], 0) - above, 0)
-    end = jnp.minimum(refs.ends[jnp.minimum(expert, local - 1)] - above, tiles.rows)
+    begin, end = rows_of_visit(refs, visit, tiles.rows)
     first, count = pieces_of(begin, end, tiles)
     starts = (visit == 0) | (refs.experts[jnp.maximum(visit - 1, 0)] != expert)
     some = (expert < local) & (begin < end)

@@ -109,6 +109,14 @@ def pieces_of(begin: Any, end: Any, tiles: Tiles) -> tuple[Any, Any, Any]:
     return jnp.minimum(first, tiles.rows - count * tiles.piece - longer * tiles.longer), count, longer
 
 
+def rows_of_visit(refs: Any, visit: Any, rows: int) -> tuple[Any, Any]:
+    """Returns where the rows of a visit's group begin and end within its tile of `rows` rows; `refs` has the results of
+    `visits_of` as `tiles`, `experts` and `ends`."""
+    expert, above = refs.experts[visit], refs.tiles[visit] * rows
+    begin = jnp.maximum(jnp.where(expert > 0, refs.ends[jnp.maximum(expert - 1, 0)], 0) - above, 0)
+    return begin, jnp.minimum(refs.ends[jnp.minimum(expert, refs.ends.shape[0] - 1)] - above, rows)
+
+
 def _body(
     refs: Any, *, tiles: Tiles, sums: Sums, transposed: bool, local: int, outs: int, zeros: bool, finish: Finish
 ) -> None:
@@ -116,9 +124,7 @@ def _body(
     expert, which with `zeros` are a group of their own, or for a visit that has nothing to do."""
     visit, step = pl.program_id(1), pl.program_id(2)
     expert, last = refs.experts[visit], pl.num_programs(2) - 1
-    above = refs.tiles[visit] * tiles.rows
-    begin = jnp.maximum(jnp.where(expert > 0, refs.ends[jnp.maximum(expert - 1, 0)], 0) - above, 0)
-    end = jnp.minimum(refs.ends[jnp.minimum(expert, refs.ends.shape[0] - 1)] - above, tiles.rows)
+    begin, end = rows_of_visit(refs, visit, tiles.rows)
     first, count, longer = pieces_of(begin, end, tiles)
 
     def store_at(first: Any) -> Store:

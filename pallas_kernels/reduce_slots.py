@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -92,47 +94,51 @@ class _Static:
     paired: bool
     axes: peers.Axes | None
     cores: int
+    table: bool
 
 
-def _visits(made: jax.Array, first: jax.Array, blocks: int) -> jax.Array:
-    """Returns the blocks that each core visits, int32 `[cores * V]`.
+def _visit(turn: Any, first: Any, made: Sequence[Any], part: int) -> Any:
+    """Returns which of its blocks a core visits at its turn. All operands are int32, scalars or arrays.
 
     Args:
-      made: int32 `[cores, N]`, blocks that are there of each of the core's `N` parts of all `blocks`.
-      first: int32 `[cores]`, the place of the block with which a core begins among its blocks that are there.
+      first: the place of the block with which the core begins among its blocks that are there.
+      made: how many of the first blocks of each part of `part` blocks are there.
     """
-    cores, parts = made.shape
-    ends = jnp.cumsum(made, axis=1, dtype=jnp.int32)
-    at = jnp.arange(blocks // cores, dtype=jnp.int32) + first[:, None]
-    at = jnp.where(at >= ends[:, -1:], at - ends[:, -1:], at)
-    # a block behind those of part `n - 1` is the first of part `n`
-    behind = at[:, :, None] >= ends[:, None, :-1]
-    at = at + jnp.sum(jnp.where(behind, (blocks // cores // parts - made)[:, None, :-1], 0), axis=2, dtype=jnp.int32)
-    return jnp.minimum(at + jnp.arange(cores, dtype=jnp.int32)[:, None] * (blocks // cores), blocks - 1).reshape(-1)
-
-
-def _visited(core: Any, turn: Any, visits: Any, count: Any, blocks: int) -> Any:
-    """Returns which of all `blocks` a core visits at its turn.
-
-    `visits` is the table of `_visits`, or the first visit alone, of one core; then `count` has the blocks of each part.
-    For few tokens the table would cost XLA more than the steps gain by it.
-    """
-    if visits.shape[0] == blocks > 1:
-        return visits[core * (blocks // count.shape[0]) + turn]
-    parts = count.shape[0]
-    total = sum(count[n] for n in range(1, parts)) + count[0]
-    at = turn + visits[0]
+    total = functools.reduce(operator.add, made)
+    at = turn + first
     at = jnp.where(at >= total, at - total, at)
-    before = count[0]
-    for n in range(1, parts):  # a block behind those of part `n - 1` is the first of part `n`
-        at = jnp.where(at >= before, at - before + n * (blocks // parts), at)
-        before = count[n] + n * (blocks // parts)
+    before = made[0]
+    for n, there in enumerate(made[1:], 1):  # a block behind those of part `n - 1` is the first of part `n`
+        at = jnp.where(at >= before, at - before + n * part, at)
+        before = there + n * part
     return at
 
 
-def _table_copy(refs: _Refs, block: Any) -> Any:
+def _table(made: jax.Array, first: jax.Array, blocks: int) -> jax.Array:
+    """Returns the blocks that each core visits in turn, int32 `[blocks]`, one core's behind the other's.
+
+    Args:
+      made: int32 `[cores, N]`, blocks that are there of each of the core's `N` parts of all `blocks`.
+      first: int32 `[cores]`, as in `_visit`.
+    """
+    (cores, parts), own = made.shape, blocks // made.shape[0]
+    of_parts = [made[:, n : n + 1] for n in range(parts)]
+    at = _visit(jnp.arange(own, dtype=jnp.int32), first[:, None], of_parts, own // parts)
+    return jnp.minimum(at + own * jnp.arange(cores, dtype=jnp.int32)[:, None], blocks - 1).reshape(-1)
+
+
+def _visited(core: Any, turn: Any, visits: Any, count: Any, blocks: int, table: bool) -> Any:
+    """Returns which of all `blocks` a core visits at its turn. `visits` is the `_table`, and `count` has the blocks of
+    each core; without a table `visits` has the first visit of the one core, and `count` the blocks of each part."""
+    if table:
+        return visits[core * (blocks // count.shape[0]) + turn]
+    parts = count.shape[0]
+    return _visit(turn, visits[0], [count[n] for n in range(parts)], blocks // parts)
+
+
+def _table_copy(refs: _Refs, static: _Static, block: Any) -> Any:
     blocks, _, words = refs.tables.shape
-    at = _visited(pl.program_id(0), block, refs.visits, refs.count, blocks)
+    at = _visited(pl.program_id(0), block, refs.visits, refs.count, blocks, static.table)
     slot = lax.rem(block, 2)
     into = pl.ds(pl.multiple_of(slot * words, words), words)
     return pltpu.make_async_copy(refs.tables.at[at, 0], refs.table.at[into], refs.table_came.at[slot])
@@ -249,7 +255,7 @@ def _group(refs: _Refs, static: _Static, link: Link, block: Any, blocks: Any, gr
 
     @pl.when(last & (block + 1 < blocks))
     def _() -> None:
-        _table_copy(refs, block + 1).wait()
+        _table_copy(refs, static, block + 1).wait()
 
     @pl.when(jnp.logical_not(ends))
     def _() -> None:
@@ -300,13 +306,13 @@ def _body(refs: _Refs, *, static: _Static) -> None:
     def _() -> None:
         link.announce()
         refs.state[GROUP] = 0
-        _table_copy(refs, block).start()
-        _table_copy(refs, block).wait()
+        _table_copy(refs, static, block).start()
+        _table_copy(refs, static, block).wait()
         _start(refs, static, block, 0, 0)
 
     @pl.when(block + 1 < blocks)
     def _() -> None:
-        _table_copy(refs, block + 1).start()
+        _table_copy(refs, static, block + 1).start()
 
     exist = _known(refs, static, block, static.columns.facts, static.columns.slots)
     # a block without pairs has one empty group, so that the next one's rows are asked for in one place
@@ -393,12 +399,12 @@ def reduce_slots(
         if cores > 1:  # all ranks send to this one from the same core
             expected = jnp.where(jnp.arange(cores)[:, None] == lax.div(rank, ranks), expected, 0)
     turns = jnp.max(count)
-    visits, count = (
-        (first, made[0]) if isinstance(pairs, Ordered) and cores == 1 else (_visits(made, first, blocks), count)
-    )
+    # of few tokens' pairs, which come ordered, a table would cost XLA more time than the steps gain by it
+    table = cores > 1 or not isinstance(pairs, Ordered)
+    visits, count = (_table(made, first, blocks), count) if table else (first, made[0])
 
     def visited(core: Any, turn: Any, expected: Any, zero: Any, visits: Any, count: Any) -> Any:
-        return _visited(core, turn, visits, count, blocks), 0, 0
+        return _visited(core, turn, visits, count, blocks, table), 0, 0
 
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     names = ["expected", "zero", "visits", "count", "columns", "tables", "y"]
@@ -421,7 +427,7 @@ def reduce_slots(
     names += ["target", "table", "table_came", "state", "buffer", "arrived", "acc", "outgoing", "sent", "send"]
     names += ["recv", "credits"] if axes is not None else []
     names += ["weight_rows"] if operands else []
-    static = _Static(record, quantize, columns, weights is not None, paired, axes, cores)
+    static = _Static(record, quantize, columns, weights is not None, paired, axes, cores, table)
     return launch.call(
         functools.partial(_body, static=static),
         _Refs,

@@ -13,10 +13,9 @@ import pathlib
 import sys
 from typing import Any
 
-from tools.steps import Step
+from tools.steps import PYTEST, Step
 
 ROOT = pathlib.Path(__file__).parents[1]
-PYTEST = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--durations=5", "-rN"]
 Commands = list[list[str]]
 
 

@@ -34,15 +34,14 @@ sys.path.insert(0, str(ROOT))
 
 from tests.gpu import processes  # noqa: E402
 from tools import four_steps, node_check  # noqa: E402
-from tools.steps import Outcome, Step, choose, listing, run_step, side_by_side, table  # noqa: E402
+from tools.steps import PYTEST, Outcome, Step, choose, listing, run_step, side_by_side, table  # noqa: E402
 
-PYTEST = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--durations=5", "-rN"]
 GPU_ENVIRONMENT = {"JAX_PLATFORMS": "cuda", "PYTHONUNBUFFERED": "1"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What the commands of a step depend on.
+    """Holds all values that the commands of a step depend on.
 
     Attributes:
       out: the folder that gets figures and outcomes.

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import fcntl
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +14,9 @@ from concurrent import futures
 from typing import Any, TextIO
 
 from tests.support import processes
+
+PYTEST = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--durations=5", "-rN"]
+"""Command by which a step runs tests: `table` reads its lines."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,11 +41,10 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.support import processes  # noqa: E402
-from tools.steps import HUNG, KILLED, Outcome, Step, choose, listing, run_step, table  # noqa: E402
+from tools.steps import HUNG, KILLED, PYTEST, Outcome, Step, choose, listing, run_step, table  # noqa: E402
 from xen_moe_jax.backends.pallas.hardware import GENERATIONS  # noqa: E402
 
 PREFIX = "XEN_MOE_TPU_"
-PYTEST = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--durations=5", "-rN"]
 CONFORMANCE = "tests/tpu/test_conformance.py"
 REHEARSED = {
     "conformance": "test_dispatch_and_combine and [grouped/uniform]",

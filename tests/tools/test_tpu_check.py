@@ -184,7 +184,7 @@ def test_measured_over_counted():
 
 
 def test_a_static_estimate_is_written_after_every_row(tmp_path, monkeypatch):
-    """What was counted before a process is killed is not lost."""
+    """A process that is killed later has left the rows that it had counted."""
     path, written = tmp_path / "counts.json", []
 
     def counted(one, *_):

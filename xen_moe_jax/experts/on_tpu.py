@@ -250,8 +250,13 @@ def _chosen(
     chip, itemsize = hardware.generation(), weights[0].dtype.itemsize
     limit, piece = config.vmem_limit_bytes or chip.vmem_bytes, PIECES.get(chip.name, 64)
     tiles = tiles_for(limit, rows.shape[0], rows.shape[1], width, len(weights), itemsize, piece, results, chip.cores)
-    need = tiles.vmem_bytes(len(weights), itemsize, results)
-    return tiles, Launch(1, min(limit, need + need // 4), interpret=hardware.interpret(config), cores=chip.cores)
+    return tiles, _launch(config, limit, tiles.vmem_bytes(len(weights), itemsize, results))
+
+
+def _launch(config: KernelConfig, limit: int, need: int) -> Launch:
+    """Launch of a kernel whose blocks take `need` of `limit` bytes of VMEM; a quarter more is for its values."""
+    most = min(limit, need + need // 4)
+    return Launch(1, most, interpret=hardware.interpret(config), cores=hardware.generation().cores)
 
 
 def _shapes_of_products(
@@ -331,8 +336,7 @@ def _lowered_by_weight(
     limit = config.vmem_limit_bytes or chip.vmem_bytes
     piece = 256 if chip.name in PIECES and rows.shape[0] % 256 == 0 else LEAST
     tiles = weight_tiles_for(limit, rows.shape[0], rows.shape[1], cotangent.shape[1], itemsize, piece, chip.cores)
-    need = tiles.vmem_bytes(itemsize)
-    launch = Launch(1, min(limit, need + need // 4), interpret=hardware.interpret(config), cores=chip.cores)
+    launch = _launch(config, limit, tiles.vmem_bytes(itemsize))
     return (grouped_by_weight(rows, cotangent, group_sizes, tiles=tiles, launch=launch),)
 
 

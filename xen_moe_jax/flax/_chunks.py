@@ -22,14 +22,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 import xen_moe_jax as xm
-from xen_moe_jax._float8_weight import Float8Weight
 from xen_moe_jax._mesh import platform, vary_alike
 from xen_moe_jax._moe_primitives import HANDLE, ROWS
 from xen_moe_jax._overlap import is_pending
-from xen_moe_jax._quantized_weight import QuantizedWeight
 from xen_moe_jax._replicated import own_sums
 from xen_moe_jax.experts import tpu_decode, tpu_decode_layer
 from xen_moe_jax.experts.combined import rows_for_experts, run_experts, sent_as
+from xen_moe_jax.experts.float8 import is_quantized
 from xen_moe_jax.experts.function import ExpertFunction
 from xen_moe_jax.experts.mlp import built_in
 from xen_moe_jax.flax._config import MoEConfig
@@ -163,8 +162,8 @@ def _quantized_once(config: MoEConfig, weights: Any) -> Any:
 
 def not_quantized(weights: Any) -> dict[str, jax.Array]:
     """Returns the weights of experts that are arrays, by name; the others have codes, or are absent."""
-    quantized = QuantizedWeight | Float8Weight | None
-    return {name: weights[name] for name in NAMES if not isinstance(weights.get(name), quantized)}
+    given = {name: weights[name] for name in NAMES if weights.get(name) is not None}
+    return {name: weight for name, weight in given.items() if not is_quantized(weight)}
 
 
 def _overlaps(config: MoEConfig, chunk: Chunk, members: Members) -> bool:
