@@ -27,8 +27,6 @@ MODES = {
     "all-gather": ("benchmarks.ops.all_gather", "all_gather and all_gather_matmul beside JAX's own"),
     "repeat": ("benchmarks.ops.repeat", "the CPU benchmark in several pinned processes"),
     "grouped-matmul": ("benchmarks.layers.grouped_matmul", "grouped matmuls for the experts of one rank"),
-    "layer-bound": ("benchmarks.layers.layer_bound", "the least that a layer can take, from its measured parts"),
-    "layer-independent": ("benchmarks.layers.layer_independent", "a layer whose parts do not wait for one another"),
     "nnx-layer": ("benchmarks.layers.nnx_layer", "the NNX layer with its router and losses"),
     "train": ("benchmarks.layers.train", "training of a model with a billion parameters"),
     "suite": ("benchmarks.suite", "a table of these commands within a time budget"),

@@ -164,75 +164,6 @@ def experts(content: dict[str, Any]) -> list[str]:
     return [sizes, "", *table(["", *EXPERTS.values()], rows), *(["", "No times:", "", *left_out] if left_out else [])]
 
 
-def least_layers(content: dict[str, Any]) -> list[str]:
-    """Table of `python -m benchmarks layer-bound`: the pieces, and the time of the least layer with each of them."""
-
-    def us(piece: str, chunks: int, blocks: int | None, operation: str | None = None) -> str:
-        wanted = {"piece": piece, "chunks": chunks, "blocks": blocks, "operation": operation}
-        for row in content["pieces"]:
-            if all(row.get(key) == value for key, value in wanted.items()) and not row.get("matmul_blocks"):
-                return f"{row['us']:,.0f}" if "us" in row else "-"
-        return "-"
-
-    least = {(row["operation"], row["chunks"], row["blocks"]): row for row in content["bounds"] if "chunks" in row}
-    rows = []
-    for chunks, blocks in dict.fromkeys((chunks, blocks) for _, chunks, blocks in least):
-        cells = [str(chunks), "-" if blocks is None else str(blocks)]
-        cells += [us(piece, chunks, blocks) for piece in ("dispatch", "combine")]
-        for operation in (FORWARD, BOTH):
-            row = least[operation, chunks, blocks]
-            cells += [us("experts", chunks, None, operation), f"{row['us']:,.0f}", f"{row['ratio']:.2f}"]
-        rows.append(cells)
-    columns = ["chunks", "blocks", "dispatch of one", "combine of one"]
-    columns += ["experts forward", "least", "over the experts", "experts with backward", "least", "over the experts"]
-    lines = table(columns, rows) + [""]
-    for row in content["bounds"]:
-        if row["bound"] == "fused":
-            lines.append(
-                f"- {row['operation']}: rest {row['rest_us']:,.0f} us; a multiprocessor is {row['price']:.2%} of the "
-                f"experts' speed; with every transfer hidden from its first row to its last, {row['us']:,.0f} us, "
-                f"{row['ratio']:.3f} of the experts."
-            )
-    layers = [row for row in content["pieces"] if row["piece"] == "layer"]
-    measured_rows = []
-    for row in layers:
-        name = f"{row['chunks']} chunks, flights on {row['blocks']} blocks" if row["blocks"] else "as it is"
-        how = row.get("matmul_blocks")
-        name += f", tiles {how}" if isinstance(how, str) else f", matmuls of {how} blocks" if how else ""
-        said = f"{row['us']:,.0f}" if "us" in row else reason(row["error"])
-        measured_rows.append([name, row["operation"], said])
-    return [*lines, "", "Layers that were measured in the same job:", "", *table(["layer", "", "us"], measured_rows)]
-
-
-def independent_layers(content: dict[str, Any]) -> list[str]:
-    """Table of `python -m benchmarks layer-independent`: times, their ratios to the experts alone, and energies."""
-    measured = {(r["what"], r["blocks"], r["matmul_blocks"], r["operation"]): r for r in content["rows"]}
-    limit = max(content.get("power_limit_watts") or [0])
-    rows = []
-    for what, blocks, tiles in dict.fromkeys(key[:3] for key in measured):
-        name = what if blocks is None else f"{what}, flights on {blocks} blocks"
-        cells = [name + (f", tiles {tiles}" if tiles else "")]
-        for operation in (FORWARD, BOTH):
-            row, alone = measured[what, blocks, tiles, operation], measured["experts", None, None, operation]
-            if "us" not in row:
-                cells += [reason(row["error"]), "-", "-", "-"]
-                continue
-            energy = [f"{max(row['joules']):.2f}", f"{max(row['watts']):.0f}"] if "joules" in row else ["-", "-"]
-            time, of_experts = (r.get("sustained_us", r["us"]) for r in (row, alone))
-            cells += [f"{time / 1e3:.2f}", f"{time / of_experts:.2f}" if "joules" in row else "-", *energy]
-        rows.append(cells)
-    columns = ["program", "forward, ms", "over the experts", "J", "W"]
-    columns += ["with backward, ms", *columns[2:]]
-    said = []
-    if limit:
-        said = [
-            "Without a pause where there are joules (of the GPU that took most), else as medians of short queues. The "
-            f"limit of a GPU is {limit:.0f} W.",
-            "",
-        ]
-    return [*said, *table(columns, rows)]
-
-
 def absent(what: str) -> str:
     return f"**Not measured on GPUs yet** (`{what}`)."
 
@@ -243,10 +174,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "stacks of layers": lambda: files("model_h*.json", layers, absent("python -m benchmarks model")),
     "NNX layer": lambda: files("nnx_layer_*.json", nnx_layers, absent("python -m benchmarks nnx-layer")),
     "training": lambda: files("train_*.json", training, absent("python -m benchmarks train")),
-    "least layer": lambda: files("least_layer_*.json", least_layers, absent("python -m benchmarks layer-bound")),
-    "independent layer": lambda: files(
-        "independent_layer_*.json", independent_layers, absent("python -m benchmarks layer-independent")
-    ),
     "experts": lambda: files("grouped_matmul_*.json", experts, absent("python -m benchmarks grouped-matmul")),
 }
 """By the name that a document gives."""

@@ -7,7 +7,6 @@ import dataclasses
 
 _TINY = "--tokens 32 --hidden 256 --experts 16 --top-k 2 --inner 2 --repeats 2"
 _LAYER = "--tokens 16 --hidden 64 --experts 8 --top-k 2 --width 32 --inner 1 --repeats 1"
-_PARTS = "--tokens 16 --hidden 128 --width 128 --experts 8 --top-k 2 --blocks 2 --inner 1 --repeats 1"
 _WHOLE = "--tokens 4096 --hidden 4096 --experts 64 --top-k 8 --width 1536 --capacity-factor 1.25"
 
 
@@ -58,8 +57,6 @@ PRESETS = {
         "--only 'padded einsum'",
         "",
     ),
-    "layer-bound": Preset(f"{_PARTS} --capacity-factor 4 --chunks 1", ""),
-    "layer-independent": Preset(f"{_PARTS} --capacity-factor 3", ""),
     "nnx-layer": Preset(
         "--tokens 16 --hidden 64 --width 32 --experts 8 --top-k 2 --inner 1 --repeats 1 --plans '4 chunks'", ""
     ),

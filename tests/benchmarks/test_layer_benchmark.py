@@ -15,7 +15,7 @@ import pytest
 
 import xen_moe_jax as xm
 from benchmarks import layer_tables
-from benchmarks.layers import layer, layer_bound, layer_programs
+from benchmarks.layers import layer, layer_programs
 from benchmarks.lib import options
 from benchmarks.lib.verify import WrongResultError
 from tests.support import ROOT, quick_compiler
@@ -176,83 +176,3 @@ def test_tables_name_what_failed_and_what_was_left_out(tmp_path, monkeypatch):
     text = layer_tables.TABLES["whole layers"]()
     assert "| a way | 2.00 | 500 | 50% | 1 | - | - | - | - |" in text
     assert "- a way, forward+backward: Error: a / b more" in text and "- slow." in text and "`a command`" in text
-
-
-def test_layers_without_dependencies_are_measured(tmp_path):
-    """The command end to end: transfers beside matmuls give the results of both parts in turn."""
-    out = tmp_path / "independent.json"
-    sizes = "--tokens 16 --hidden 128 --width 128 --experts 8 --top-k 2 --capacity-factor 3 --blocks 2"
-    done = run(
-        "-m", "benchmarks", "layer-independent", *sizes.split(), "--inner", "1", "--repeats", "1",
-        "--lock", str(tmp_path / "lock"), "--json", str(out),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    document = json.loads(out.read_text())
-    whats = ("experts", "transfers", "in turn", "independent")
-    assert {(row["what"], row["operation"]) for row in document["rows"]} == {
-        (what, operation) for what in whats for operation in ("forward", "forward+backward")
-    }
-    assert all(row["us"] > 0 for row in document["rows"])
-    assert [row["max difference"] for row in document["rows"] if row["what"] == "independent"] == [0, 0]
-    lines = layer_tables.independent_layers(document)
-    assert len(lines) == 2 + len(whats) and lines[-1].startswith("| independent, flights on 2 blocks | ")
-
-
-def test_the_least_layer_by_its_pieces():
-    """Numbers that can be checked by hand: 100 SMs, 10 blocks, an SM worth 0.8 % of the experts' speed."""
-    experts = {"forward": 1000.0, "forward+backward": 3000.0}
-    pieces = []
-    for operation, alone in experts.items():
-        passes = layer_bound.PASSES[operation]
-        at = {"operation": operation, "blocks": None}
-        pieces += [
-            {"piece": "layer", "chunks": 1, "us": alone + passes * 500 + 50, **at},
-            {"piece": "layer", "chunks": 2, "us": 1.0, **at, "blocks": 10},
-            {"piece": "experts", "chunks": 1, "us": alone, **at},
-            {"piece": "experts", "chunks": 1, "us": alone / 0.92, **at, "blocks": 10},
-            {"piece": "experts", "chunks": 2, "us": alone + 100, **at},
-        ]
-    for chunks, whole, flight in ((1, 250.0, 400.0), (2, 130.0, 210.0)):
-        for piece in ("dispatch", "combine"):
-            at = {"piece": piece, "chunks": chunks}
-            pieces += [{**at, "blocks": None, "us": whole}, {**at, "blocks": 10, "us": flight}]
-    rows = {(r["operation"], r.get("chunks")): r for r in layer_bound.bounds(pieces, sms=100)}
-    assert rows["forward", 1]["us"] == pytest.approx(1550), "the layer as it was measured"
-    # 50 of the rest, 260 in the open, 1100 of matmuls, and 8 % of 420 pending
-    assert rows["forward", 2]["us"] == pytest.approx(50 + 260 + 1100 + 0.08 * 420)
-    assert rows["forward+backward", 2]["us"] == pytest.approx(50 + 520 + 3100 + 0.08 * 840)
-    assert rows["forward", None]["us"] == pytest.approx(1050 + 0.08 * 800)
-    assert rows["forward+backward", None]["ratio"] == pytest.approx((3050 + 2 * 0.08 * 800) / 3000)
-    with pytest.raises(LookupError, match="no piece .*'combine'.*has been measured"):
-        layer_bound.bounds([r for r in pieces if r["piece"] != "combine"], sms=100)
-    text = "\n".join(layer_tables.least_layers({"pieces": pieces, "bounds": list(rows.values())}))
-    assert "| 2 | 10 | 210 | 210 | 1,100 | 1,444 | 1.44 | 3,100 | 3,737 | 1.25 |" in text
-    assert "| 2 chunks, flights on 10 blocks | forward | 1 |" in text
-
-
-def test_transfers_longer_than_the_matmuls_are_the_limit():
-    given = {"rest": 0.0, "experts": 100.0, "whole": 0.0}
-    assert layer_bound.least(1, 2, 0.5, flight=80.0, **given) == 140.0
-    assert layer_bound.least(1, 4, 0.5, flight=80.0, **given) == 240.0
-
-
-def test_the_pieces_of_a_layer_are_measured(tmp_path):
-    """The command end to end; the lengths of the pieces differ from those on a GPU."""
-    out = tmp_path / "least.json"
-    sizes = "--tokens 16 --hidden 128 --width 128 --experts 8 --top-k 2 --capacity-factor 4 --chunks 1 2 --blocks 2"
-    done = run(
-        "-m", "benchmarks", "layer-bound", *sizes.split(), "--inner", "1", "--repeats", "1",
-        "--lock", str(tmp_path / "lock"), "--json", str(out),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    document = json.loads(out.read_text())
-    found = {(row["piece"], row["chunks"], row["blocks"], row.get("operation")) for row in document["pieces"]}
-    operations = ("forward", "forward+backward")
-    assert found == {
-        *(("layer", chunks, blocks, op) for chunks, blocks in ((1, None), (2, 24)) for op in operations),
-        *(("experts", chunks, None, op) for chunks in (1, 2) for op in operations),
-        *((p, c, b, None) for p in ("dispatch", "combine") for c in (1, 2) for b in (None, 2)),
-    }
-    for row in document["pieces"]:
-        assert row["us"] > 0 and row.get("max difference", 0) < 0.03, row
-    assert len(document["bounds"]) == 6

@@ -92,8 +92,6 @@ THOROUGH = (
     "flax/test_grouped_matmul.py::test_the_benchmark_checks_and_times",
     "flax/test_grouped_matmul.py::test_the_weights_gradient_that_tokamax_gets_wrong_is_not_used",
     "benchmarks/test_layer_benchmark.py::test_the_nnx_layer_as_a_user_writes_it",
-    "benchmarks/test_layer_benchmark.py::test_the_pieces_of_a_layer_are_measured",
-    "benchmarks/test_layer_benchmark.py::test_layers_without_dependencies_are_measured",
     # further meshes, axis types and variants of the Flax layers: 4 to 10 s each
     "flax/test_weights_in_front.py::test_on_hopper[biases]",
     "flax/test_weights_in_front.py::test_on_hopper[chunks in a loop]",
