@@ -111,7 +111,8 @@ def measure(options: argparse.Namespace, line: list[str]) -> int:
         return 0
     print(describe(document))
     if options.json:
-        report.write_json(options.json, document)
+        write = report.add_json if options.mode in command_options.LAYER_MODES else report.write_json
+        write(options.json, document)
     if plot is not None and vars(options).get("plot"):
         plot(options.plot, document)
     return 0

@@ -75,8 +75,11 @@ class Nccl {
     void* memory = nullptr;
     const int rc = Loaded().MemAlloc(&memory, bytes);
     if (rc != kNcclSuccess) {
-      reason = Text(rc, "ncclMemAlloc") +
-               ". JAX preallocates most of the GPU's memory: lower XLA_CLIENT_MEM_FRACTION, or num_tokens or hidden";
+      // NCCL's code is the same for every failed call of CUDA; its text tells lack of memory from other reasons.
+      reason = Text(rc, "ncclMemAlloc");
+      if (reason.find("out of memory") != std::string::npos) {
+        reason += ". JAX preallocates most of the GPU's memory: lower XLA_CLIENT_MEM_FRACTION, or num_tokens or hidden";
+      }
       return nullptr;
     }
     blocks_[memory] = Block{bytes, nullptr};

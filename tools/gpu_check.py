@@ -259,7 +259,7 @@ def run_four(steps: list[Step], context: Context, seconds: float, log: TextIO) -
     return sum(outcome.status != "passed" for outcome in outcomes)
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--steps", help=listing(STEPS))
@@ -274,14 +274,16 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, help="default: as many as nvidia-smi lists")
     parser.add_argument("--small", action="store_true", help="with --steps four: a rehearsal of its commands")
     node_check.add_options(parser)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    four = (options.steps or "").startswith("four") and not options.nodes
+    if options.small and not four:
+        parser.error(f"--small rehearses --steps four alone; given: --steps {options.steps}")
     if options.nodes:
         return node_check.main(options)
     began = time.monotonic()
     if options.memory:
         os.environ["XEN_MOE_MEMORY"] = options.memory  # every step inherits it
     options.out.mkdir(parents=True, exist_ok=True)
-    four = (options.steps or "").startswith("four")
     steps = four_steps.chosen(options.steps) if four else choose(STEPS, options.steps)
     outcomes = []
     with tempfile.TemporaryDirectory() as scratch, open(options.out / "logs.txt", "a") as log:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import pathlib
 import statistics
 import time
@@ -26,6 +25,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from benchmarks.lib import report
 from examples.demo import command, text
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -146,9 +146,8 @@ def main(arguments: list[str] | None = None) -> int:
         lines.append({"variant": name, "losses": rounded, "ratio": round(statistics.mean(ratios), 5)})
         print(f"{name:22s} {statistics.mean(found):.4f}  {statistics.mean(ratios) - 1:+.2%} in the mean")
     if options.json:
-        whole = json.loads(options.json.read_text()) if options.json.exists() else {}
-        whole["accuracy"] = {"steps": options.steps, "seeds": options.seeds, "jax": jax.__version__, "lines": lines}
-        options.json.write_text(json.dumps(whole, indent=1) + "\n")
+        found = {"steps": options.steps, "seeds": options.seeds, "jax": jax.__version__, "lines": lines}
+        report.add_json(options.json, {"accuracy": found})
     return 0
 
 

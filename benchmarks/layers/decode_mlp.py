@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import pathlib
 import statistics
 from concurrent import futures
@@ -23,7 +22,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
-from benchmarks.lib import profile, turns
+from benchmarks.lib import profile, report, turns
 from xen_moe_jax.experts import mlp
 from xen_moe_jax.experts.function import ExpertFunction
 
@@ -158,8 +157,7 @@ def main() -> None:
                     print(name, way, tokens, row[f"{way}, {tokens} tokens"]["kernels, us of all layers"], flush=True)
         found[name] = row
         if options.json:
-            kept = json.loads(options.json.read_text()) if options.json.exists() else {}
-            options.json.write_text(json.dumps(kept | found, indent=1) + "\n")
+            report.add_json(options.json, found)
 
 
 if __name__ == "__main__":

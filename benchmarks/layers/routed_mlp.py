@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import pathlib
 import statistics
 from collections.abc import Callable
@@ -27,7 +26,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
-from benchmarks.lib import profile, turns
+from benchmarks.lib import profile, report, turns
 from xen_moe_jax.experts import float8, gathered, mlp
 from xen_moe_jax.experts.arrived import ArrivedRows
 from xen_moe_jax.experts.function import ExpertFunction
@@ -197,9 +196,8 @@ def main() -> None:
                 found[key] = measure(compiled, not options.no_profile)
             for what, row in found[key].items():
                 print(f"{key}, {what}: {row}", flush=True)
-            if options.json:  # other commands keep rows in the same file
-                kept = json.loads(options.json.read_text()) if options.json.exists() else {}
-                options.json.write_text(json.dumps(kept | found, indent=1) + "\n")
+            if options.json:
+                report.add_json(options.json, found)
 
 
 if __name__ == "__main__":

@@ -196,6 +196,12 @@ def write_json(path: str, document: dict[str, Any]) -> None:
     target.write_text(json.dumps(document, indent=1) + "\n")
 
 
+def add_json(path: str | pathlib.Path, document: dict[str, Any]) -> None:
+    """Writes the document into a JSON file, in which the keys that only other programs write stay."""
+    target = pathlib.Path(path)
+    write_json(str(path), (json.loads(target.read_text()) if target.exists() else {}) | document)
+
+
 OURS, THEIRS = "tab:blue", "tab:gray"
 """Colours of the library's own programs and of its peers."""
 

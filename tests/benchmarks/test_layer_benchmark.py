@@ -38,12 +38,14 @@ def run(*command: str) -> subprocess.CompletedProcess:
 
 def test_layers_of_every_way_agree(tmp_path):
     out, picture = tmp_path / "layer.json", tmp_path / "layer.png"
+    out.write_text(json.dumps({"moe_mlp": "another program's rows", "results": "of the last run"}))
     command = ["-m", "benchmarks", "layer", *SIZES.split(), "--ways", *WAYS]
     plot = ["--plot", str(picture)] if importlib.util.find_spec("matplotlib") else []
     done = run(*command, "--repeats", "1", "--inner", "1", "--lock", str(tmp_path / "lock"), "--json", str(out), *plot)
     assert done.returncode == 0, done.stderr[-2000:]
     document = json.loads(out.read_text())
     assert document["layers"] == 1 and document["width"] == 48
+    assert document["moe_mlp"] == "another program's rows"
     for operation in ("forward", "forward+backward"):
         rows = {row["name"]: row for row in document["results"] if row["operation"] == operation}
         assert set(rows) == {"xen_moe_jax", "experts alone", *WAYS}

@@ -68,7 +68,7 @@ class Rank(cuda_memory_worker.Rank):
 
 
 def grow(rank: Rank) -> dict:
-    """Grows; fails to grow because one process lacks memory, at one call after the other; grows on another channel;
+    """Grows; fails to grow because one process gets no memory, at one call after the other; grows on another channel;
     closes; meets a GPU that shares no NVLink, and GPUs without any windows.
     """
     workspace = rank.workspace()
@@ -78,6 +78,7 @@ def grow(rank: Rank) -> dict:
     windows, blocks = rank.nccl.get("windows"), rank.nccl.get("blocks")
     for channel, call in ((1, 0), (1, 1), (0, 0)):  # a mailbox; the staging area behind it; one that is to be larger
         rank.meet(f"lack {channel} {call}")
+        rank.nccl.set("full", 1 - call)
         if rank.process == 1:
             rank.nccl.set("fail_alloc", call)
         lacking.append(rank.serve(rank.workspace(channel), LARGE))

@@ -54,6 +54,14 @@ def test_commands_side_by_side_all_run_to_their_end(tmp_path):
     assert "status 0" in (tmp_path / "log").read_text()
 
 
+def test_a_rehearsal_is_of_the_four_parts_alone(tmp_path, capsys):
+    for words in (["--steps", "smoke"], ["--nodes", "--steps", "start"], []):
+        with pytest.raises(SystemExit):
+            gpu_check.main([str(tmp_path / "out"), "--small", *words])
+        assert "--small rehearses --steps four alone; given: --steps" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_steps_are_chosen_by_part_and_by_name():
     assert four_steps.chosen("four") == list(four_steps.STEPS)
     assert {step.name for step in four_steps.chosen("four2,four5-elastic")} > {"four2-link", "four5-elastic"}

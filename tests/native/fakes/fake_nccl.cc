@@ -6,6 +6,7 @@
 // Tests set its behaviour through fake_nccl_set, in the process that has loaded it:
 //   version       result of ncclGetVersion; also FAKE_NCCL_VERSION in the environment
 //   fail_alloc    number of calls of ncclMemAlloc before one fails; -1: none
+//   full          such a call fails for lack of memory; 0: for another reason
 //   stall         a window is not begun until this is 0 again
 //   deaf          deaths and aborts of processes are not noticed
 //   no_windows    the GPUs have no peer access: a window ends well and is null
@@ -44,9 +45,9 @@ enum Result {
 };
 
 std::mutex mutex;
-std::map<std::string, long> knobs = {{"version", 23203}, {"fail_alloc", -1}, {"stall", 0},   {"deaf", 0},
-                                     {"no_windows", 0},  {"far_rank", -1},   {"windows", 0}, {"blocks", 0},
-                                     {"aborted", 0},     {"node_ranks", 0}};
+std::map<std::string, long> knobs = {{"version", 23203}, {"fail_alloc", -1}, {"full", 1},      {"stall", 0},
+                                     {"deaf", 0},        {"no_windows", 0},  {"far_rank", -1}, {"windows", 0},
+                                     {"blocks", 0},      {"aborted", 0},     {"node_ranks", 0}};
 std::string last_error;
 
 long Knob(const char* name) {
@@ -270,7 +271,7 @@ int ncclMemAlloc(void** out, size_t bytes) {
   {
     std::lock_guard<std::mutex> lock(mutex);
     if (knobs.at("fail_alloc") >= 0 && knobs.at("fail_alloc")-- == 0) {
-      last_error = "Cuda failure 2 'out of memory'";
+      last_error = knobs.at("full") ? "Cuda failure 2 'out of memory'" : "Cuda failure 801 'operation not supported'";
       return kCudaError;
     }
   }
