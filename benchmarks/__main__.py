@@ -22,8 +22,6 @@ MODES = {
     "tpu-bundles": ("benchmarks.tpu.bundles", "issue cycles of compiled TPU kernels; no TPU needed"),
     "tpu-chip": ("benchmarks.tpu.chip", "times on TPUs, beside the counts of the same chip"),
     "tpu-layer": ("benchmarks.tpu.layer", "a compiled layer with its gradients for TPUs; no TPU needed"),
-    "cuda-tuning": ("benchmarks.ops.cuda_tuning", "CUDA operations over thread blocks and their roles"),
-    "host-cost": ("benchmarks.ops.host_cost", "what a call costs the host"),
     "all-gather": ("benchmarks.ops.all_gather", "all_gather and all_gather_matmul beside JAX's own"),
     "repeat": ("benchmarks.ops.repeat", "the CPU benchmark in several pinned processes"),
     "grouped-matmul": ("benchmarks.layers.grouped_matmul", "grouped matmuls for the experts of one rank"),

@@ -14,12 +14,12 @@ _WHOLE = "--tokens 4096 --hidden 4096 --experts 64 --top-k 8 --width 1536 --capa
 class Preset:
     """The arguments of a mode, in the words of a shell.
 
-    cpu: for virtual CPU devices, a run of seconds; None where the mode needs GPUs.
+    cpu: for virtual CPU devices, a run of seconds.
     gpu: for every GPU of the host; None where the mode says nothing about GPUs.
     writes: whether the mode takes `--json FILE`.
     """
 
-    cpu: str | None
+    cpu: str
     gpu: str | None
     writes: bool = True
 
@@ -48,8 +48,6 @@ PRESETS = {
     "tpu-bundles": Preset("--case low-latency", None),
     "tpu-chip": Preset("counted --generation v5e --cases low-latency", None),
     "tpu-layer": Preset("--topologies v5e:4x4 --matmuls ragged_dot", None),
-    "cuda-tuning": Preset(None, ""),
-    "host-cost": Preset("--trips 4 --repeats 2", ""),
     "all-gather": Preset("--ranks 2 --rows 4 --hidden 256 --matmul 16 64 128 --inner 2 --repeats 1", ""),
     "repeat": Preset("--processes 1", None),
     "grouped-matmul": Preset(

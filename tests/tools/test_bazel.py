@@ -34,7 +34,6 @@ def test_every_mode_has_a_target_and_a_preset():
     assert set(tags) == set(MODES) == set(presets.PRESETS)
     for mode, preset in presets.PRESETS.items():
         assert ("gpu" in tags[mode]) == (preset.gpu is not None), mode
-        assert ("manual" in tags[mode]) == (preset.cpu is None), mode
 
 
 @pytest.mark.parametrize("mode", COMMAND_MODES)

@@ -5,9 +5,7 @@ Every rank must choose the same schedule, so it depends on static shapes and the
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -59,33 +57,6 @@ rank on four H200; more rows would take more symmetric memory than `xm.buffer_si
 
 
 @dataclasses.dataclass(frozen=True)
-class Tuning:
-    """Numbers that a tuning run may vary. None: the default of `dispatch` and `combine` below."""
-
-    push_blocks: int | None = None
-    layout_blocks: int | None = None
-    parts: int | None = None
-    solo_layout: bool | None = None
-    low_latency: bool | None = None
-    bulk: bool | None = None
-
-
-_tuning = Tuning()
-
-
-@contextlib.contextmanager
-def tuned(**values: Any) -> Iterator[None]:
-    """Programs that are lowered inside this context use these values (fields of `Tuning`). It is for tuning scripts and
-    not part of the public API."""
-    global _tuning
-    before, _tuning = _tuning, Tuning(**values)
-    try:
-        yield
-    finally:
-        _tuning = before
-
-
-@dataclasses.dataclass(frozen=True)
 class Schedule:
     """See `struct Schedule` in cuda_kernels/core/params.h."""
 
@@ -130,12 +101,9 @@ def use_low_latency(
     throughput kernels can run all operations.
     """
     nodes = _nodes.several(spec.num_ranks, config)
-    if _tuning.low_latency is not None:
-        wanted = _tuning.low_latency
-    else:
-        few = spec.num_ranks * spec.num_tokens <= LOW_LATENCY_ROWS
-        few &= not nodes or direct_extra_rows(spec, config) * hidden * jnp.dtype(dtype).itemsize <= HOP_BYTES
-        wanted = config.mode == "low_latency" or (config.mode == "auto" and few)
+    few = spec.num_ranks * spec.num_tokens <= LOW_LATENCY_ROWS
+    few &= not nodes or direct_extra_rows(spec, config) * hidden * jnp.dtype(dtype).itemsize <= HOP_BYTES
+    wanted = config.mode == "low_latency" or (config.mode == "auto" and few)
     names = module.compiled()
     return wanted and not names.no_low_latency(
         combine=combine,
@@ -173,12 +141,12 @@ def _low_latency(spec: Spec, config: KernelConfig, sms: int, *, combine: bool) -
     rows; the remaining blocks receive. Between nodes the blocks that send the routing send the chunks too, and they are
     up to half of all blocks."""
     count = blocks(config, sms, LOW_LATENCY_SMS)
-    push = _within(_tuning.push_blocks or count // (2 if combine else 6), count)
+    push = _within(count // (2 if combine else 6), count)
     routing = min(4, count // 16)
     if chunk := chunk_tokens(spec, config, low_latency=True):
         far = spec.num_ranks - _nodes.ranks_per_node(spec, config)
         routing = min(count // 2, max(routing, far * -(-spec.num_tokens // chunk)))
-    routing = 1 if combine else _within(_tuning.layout_blocks or routing, count)
+    routing = 1 if combine else _within(routing, count)
     return Schedule(count, push, routing, 1, max(1, spec.num_tokens), low_latency=True)
 
 
@@ -198,15 +166,13 @@ def for_async(config: KernelConfig, *, low_latency: bool = False) -> KernelConfi
 def bulk(spec: Spec, config: KernelConfig, wire: Any, *, low_latency: bool = False) -> bool:
     """True if an asynchronous dispatch places rows by bulk copies: if it is large, stays within a node, and its rows
     travel unchanged."""
-    wanted = spec.num_tokens > SMALL_TOKENS if _tuning.bulk is None else _tuning.bulk
-    return wanted and wire is None and not low_latency and not _nodes.several(spec.num_ranks, config)
+    large = spec.num_tokens > SMALL_TOKENS
+    return large and wire is None and not low_latency and not _nodes.several(spec.num_ranks, config)
 
 
 def _parts(items: int, most_items: int, hidden: int, config: KernelConfig) -> int:
     """Returns the number of parts into which each row is cut: a power of two for which `items` rows have at most
     `most_items` parts; 1 for large batches."""
-    if _tuning.parts is not None:
-        return _tuning.parts
     finest = max(1, min(16, hidden // MIN_PART_ELEMENTS))
     if config.mode == "low_latency":
         most_items *= 2
@@ -252,12 +218,12 @@ def dispatch(
         push = min(48 if wire.is_mxfp4 else 24, count * 3 // 8) if wire else 12
     else:
         push = min(8, count // 2)
-    push = _within(_tuning.push_blocks or push, count)
+    push = _within(push, count)
     parts = _parts(spec.num_tokens, push * module.compiled().warps // 2, hidden, config)
     solo = _solo_segment(spec)
-    if solo is not None and _tuning.solo_layout is not False:
+    if solo is not None:
         return Schedule(count, push, _within(-(-spec.num_tokens * spec.top_k // 512), count), parts, solo, True)
-    counting = _within(_tuning.layout_blocks or count - push, count)
+    counting = max(1, count - push)
     tokens = spec.num_ranks * spec.num_tokens
     least = SEGMENT_SLOTS_ALONE if spec.num_ranks == 1 else SEGMENT_SLOTS
     segment = max(-(-least // spec.slots), -(-tokens // (counting * module.compiled().warps)))
@@ -285,6 +251,6 @@ def combine(
     push = count // 2 if small else usual
     if quantizes:
         push = max(push, count // 2)
-    push = _within(_tuning.push_blocks or push, count)
+    push = _within(push, count)
     parts = _parts(items, 4 * push * module.compiled().warps, hidden, config)
     return Schedule(count, push, 1, parts, max(1, spec.num_tokens))
