@@ -115,15 +115,11 @@ NB_MODULE(_cuda, m) {
   m.attr("max_top_k") = kMaxSlots;
   m.attr("max_experts") = kMaxExperts;
   m.attr("max_chunks") = kMaxChunks;
-  m.attr("max_direct_chunks") = kMaxDirectChunks;
   m.attr("max_chunk_tokens") = kChunkTokens;
   m.attr("max_blocks") = kMaxBlocks;
-  m.attr("max_parts") = kMaxParts;
-  m.attr("max_channels") = kMaxChannels;
   m.attr("warps") = kWarps;
   m.attr("block_lanes") = kBlockLanes;
   m.attr("max_gather_bytes") = kMostGatherRounds * kRoundData;  // of an operand, by the low-latency kernels
-  m.attr("scale_block") = kScaleBlock;
   m.attr("solo_layout_bytes") = SoloLayoutLimit();
   m.attr("dtypes") = Names(kDtypeNames);  // an attribute holds the index of a name
   m.attr("wires") = Names(kWireNames);    // "": no wire format

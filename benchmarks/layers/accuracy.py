@@ -146,8 +146,8 @@ def main(arguments: list[str] | None = None) -> int:
         lines.append({"variant": name, "losses": rounded, "ratio": round(statistics.mean(ratios), 5)})
         print(f"{name:22s} {statistics.mean(found):.4f}  {statistics.mean(ratios) - 1:+.2%} in the mean")
     if options.json:
-        found = {"steps": options.steps, "seeds": options.seeds, "jax": jax.__version__, "lines": lines}
-        report.add_json(options.json, {"accuracy": found})
+        measured = {"steps": options.steps, "seeds": options.seeds, "jax": jax.__version__, "lines": lines}
+        report.add_json(options.json, {"accuracy": measured})
     return 0
 
 
