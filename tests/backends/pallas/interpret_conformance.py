@@ -7,6 +7,7 @@ returns.
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +27,25 @@ NO_FLOAT16 = "float16: the TPU kernels take float32 and bfloat16 (a TypeError sa
 NO_MXFP4 = "wire='mxfp4': the TPU kernels have none (a ValueError says so)"
 
 
+MAPS = pathlib.Path("/proc/self/maps")
+MOST_MAPS = 30_000
+"""Maps of memory of which the programs of a class are kept. Each compiled program has some hundred, Linux gives a
+process 65,530 (`vm.max_map_count`), and XLA's compiler aborts without one."""
+
+
 @pytest.fixture(autouse=True)
 def kernels_are_clean(capfd):
     with interpreter.clean(capfd):
         yield
-    # Each compiled program keeps some hundred maps of memory; Linux gives a process 65,530 (`vm.max_map_count`), which
-    # about ninety tests used up, and XLA's compiler aborts without one.
+    if not MAPS.exists() or MAPS.read_text().count("\n") > MOST_MAPS:
+        jax.clear_caches()
+
+
+@pytest.fixture(autouse=True, scope="class")
+def programs_of_a_class():
+    """A class replaces parts of the backend: another one, whose kernels have equal arguments, must not get its traces.
+    Tests of one class that differ in their routing alone share a program."""
+    yield
     jax.clear_caches()
 
 
