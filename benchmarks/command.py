@@ -69,7 +69,7 @@ def tpu_static(options: argparse.Namespace, line: list[str]) -> int:
     """Reads compiled TPU programs; JAX starts on the CPU."""
     from benchmarks.tpu import static
 
-    return static.main(options, line)
+    return static.main(options)
 
 
 def transfer(options: argparse.Namespace, line: list[str]) -> int:

@@ -15,8 +15,6 @@ import math
 import operator
 import pathlib
 import re
-import shlex
-import sys
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -63,7 +61,15 @@ experts each. Hidden size and width are our assumption, which fits the bytes tha
 MODELS[ANCHOR] = Model(4096, 1024, 512, 8)
 SHOWN = tuple(name for name in MODELS if name != ANCHOR)
 TOKENS = (8, 32, 128)
-
+COMMAND = "; ".join(
+    f"python -m benchmarks.tpu.decode --json FILE{rows}"
+    for rows in (
+        "",
+        " --models DeepSeek-V3 --weights int8 float8_e4m3fn",
+        f" --models {ANCHOR} --generations tpu7x --tokens 1 8",
+    )
+)
+"""Makes all rows of a file."""
 
 WEIGHTS = {"bfloat16": None, "float8_e4m3fn": (128, 128), "int8": None}
 """Dtypes of weights, and the blocks that share a scale: DeepSeek-V3's in fp8, a column each in int8."""
@@ -449,7 +455,7 @@ def main(arguments: list[str] | None = None) -> int:
                 report.progress(f"{generation} {name} {dtype} {tokens}")
                 rows.append(one_row(generation, name, tokens, options.grouped_matmul, dtype, folder, options.seed))
     document = {
-        "command": "python -m benchmarks.tpu.decode " + shlex.join(sys.argv[1:]),
+        "command": COMMAND,
         "notice": NOTICE,
         "versions": report.versions(),
         "results": rows,

@@ -16,8 +16,6 @@ import importlib.metadata
 import itertools
 import json
 import pathlib
-import shlex
-import sys
 import time
 from typing import Any
 
@@ -84,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     document = earlier(options.json) or {"results": [], "left_out": []}
     document |= {
-        "command": "python -m benchmarks.tpu.layer " + shlex.join(sys.argv[1:]),
+        "command": "python -m benchmarks.tpu.layer --json FILE --again",  # of all rows: a run may add some
         "notice": NOTICE,
         "versions": report.versions(),
         "sizes": SIZES | {"tokens": TOKENS, "width": WIDTH},

@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.lib import report
 from benchmarks.tpu import budget as tpu_budget
 from benchmarks.tpu import bundles as tpu_bundles
 from benchmarks.tpu import topologies as tpu_topologies
@@ -54,11 +55,9 @@ PEER_CASE = "throughput-bf16"
 """Case for which the peer is counted: bfloat16 rows, as it sends them."""
 
 
-def main(options: argparse.Namespace, line: list[str]) -> int:
+def main(options: argparse.Namespace) -> int:
     """Compiles, counts, prints the table, writes JSON and plot where asked."""
     import tempfile
-
-    from benchmarks.lib import report
 
     folder = tempfile.mkdtemp(prefix="xen_moe_bundles_")
     tpu_topologies.prepare_environment()
@@ -85,7 +84,7 @@ def main(options: argparse.Namespace, line: list[str]) -> int:
         rows[key] = row_of(key, cases, fixed, compiler)
         everything = wanted(None, None)
         document = {
-            "command": report.command_line(line),
+            "command": command(options),
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "left_out": [" ".join(key) for key in everything if key not in rows],
             "notice": NOTICE,
@@ -100,6 +99,13 @@ def main(options: argparse.Namespace, line: list[str]) -> int:
     if options.plot:
         tpu_budget.plot(options.plot, document["results"])
     return 0
+
+
+def command(options: argparse.Namespace) -> str:
+    """The command that makes all rows of a file anew: a run may add some rows or replace them."""
+    given = {name: getattr(options, name) for name in ("hidden", "experts", "top_k", "tokens", "seed")}
+    sizes = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value]
+    return report.command_line(["tpu-static", "--json", "FILE", *sizes])
 
 
 Key = tuple[str, str, str, str]
@@ -296,8 +302,6 @@ def lower_bounds(row: dict[str, Any], topology: Any) -> dict[str, float]:
 
 
 def table(document: dict[str, Any]) -> str:
-    from benchmarks.lib.report import format_table
-
     columns = ["chip", "program", "case", "operation", "ICI MB", "HBM MB", "remote DMAs", "local DMAs", "temp MiB"]
     columns += ["metadata KiB", "ici us", "hbm us"]
     lines = []
@@ -335,7 +339,9 @@ def table(document: dict[str, Any]) -> str:
         published.append(f"  throughput {operation}: {rate:.0f} GB/s{needs}")
     for operation, us in readme["low_latency_us"].items():
         published.append(f"  low latency {operation}: {us:.0f} us")
-    return "\n".join([format_table(columns, lines), "", format_table(budget, terms), "", NOTICE, "", *published])
+    return "\n".join(
+        [report.format_table(columns, lines), "", report.format_table(budget, terms), "", NOTICE, "", *published]
+    )
 
 
 def document_bytes(document: dict[str, Any], operation: str) -> float | None:

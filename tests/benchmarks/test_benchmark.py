@@ -393,7 +393,7 @@ def test_tpu_programs_are_not_begun_without_their_compiler(monkeypatch):
     monkeypatch.setattr(topologies, "prepare_environment", lambda: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="tpu-static: compiles with libtpu, which is not installed"):
-        static.main(options.parse(["tpu-static"]), ["tpu-static"])
+        static.main(options.parse(["tpu-static"]))
 
 
 def test_the_libtpu_beside_the_packages_is_found(monkeypatch, tmp_path):
