@@ -121,8 +121,8 @@ def compare(given: LayerProblem, name: str, result: Any, expected: Any) -> float
     return difference
 
 
-def lowered(given: LayerProblem, operation: str, layer: Any, operands: Operands) -> Any:
-    """Returns the lowered program of an operation on the mesh."""
+def compiled(given: LayerProblem, operation: str, layer: Any, operands: Operands) -> Any:
+    """Returns the executable of an operation on the mesh, or its error."""
     program = OPERATIONS[operation](layer_programs.stacked(layer, given.layers))
     mapped = jax.shard_map(
         program,
@@ -131,13 +131,8 @@ def lowered(given: LayerProblem, operation: str, layer: Any, operands: Operands)
         out_specs=layer_programs.result_specs(given, operation),
         check_vma=False,
     )
-    return jax.jit(mapped).lower(*operands)
-
-
-def compiled(given: LayerProblem, operation: str, layer: Any, operands: Operands) -> Any:
-    """Returns the executable, or its error."""
     try:
-        return lowered(given, operation, layer, operands).compile()
+        return jax.jit(mapped).lower(*operands).compile()
     except Exception as error:  # a refusal of XLA or of a kernel is a result
         return f"{type(error).__name__}: {error}"[:300]
 

@@ -226,7 +226,7 @@ def counting_program() -> programs.Program:
 
 
 def test_timed_loop_runs_every_call_and_cycles_through_routings(problem):
-    timed = timing.compile_program(counting_program(), problem, inner=5)
+    timed = timing.compile_only(counting_program(), problem, inner=5)()
     timing.measure([timed], repeats=3)
     calls, seen = timed.result
     assert len(timed.microseconds) == 3 and all(us > 0 for us in timed.microseconds)
@@ -253,14 +253,14 @@ def test_calls_chained_by_barriers_all_run(problem):
 def test_calls_in_the_loop_are_not_optimised_away(problem):
     """The compiled loop of each of the library's programs still holds its all-to-all."""
     for program in programs.own_programs(problem.work, problem.caps, REFERENCE, (*options.OPERATIONS, "redispatch")):
-        timed = timing.compile_program(program, problem, inner=3)
+        timed = timing.compile_only(program, problem, inner=3, with_memory=True)()
         assert "all-to-all" in timed.compiled.as_text()
         assert timed.memory["total"] > 0
 
 
 def test_a_timed_loop_that_loses_its_tokens_is_noticed(problem):
     (program,) = programs.own_programs(problem.work, problem.caps, REFERENCE, ("round trip",))
-    timed = timing.compile_program(program, problem, inner=3)
+    timed = timing.compile_only(program, problem, inner=3)()
     timed.run_once()
     verify.check_timed_result(timed, problem)
     timed.result = timed.result * 1.5
@@ -481,7 +481,7 @@ def test_the_link_ceiling_of_the_results_is_accepted():
 def test_progress_is_told_after_every_repeat(problem):
     told = []
     (program,) = programs.own_programs(problem.work, problem.caps, REFERENCE, ("dispatch",))
-    timing.measure([timing.compile_program(program, problem, inner=1)], repeats=3, progress=told.append)
+    timing.measure([timing.compile_only(program, problem, inner=1)()], repeats=3, progress=told.append)
     assert [line.split(",")[0].strip() for line in told] == [f"repeat {i} of 3" for i in (1, 2, 3)]
     assert all(line.endswith("s left") for line in told)
 

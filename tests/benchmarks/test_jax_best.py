@@ -51,7 +51,7 @@ def test_dispatch_and_combine_of_every_peer(name, dtype, monkeypatch):
     found = peers.peer_programs(problem.work, problem.caps, "cpu", (name,), options.OPERATIONS)
     assert [program.operation for program in found] == list(options.OPERATIONS)
     for program in found:
-        timed = timing.compile_program(program, problem, inner=2 * program.relative_cost, with_memory=False)
+        timed = timing.compile_only(program, problem, inner=2 * program.relative_cost)()
         timing.measure([timed], repeats=1)
         verify.check_timed_result(timed, problem)
         of_the_loop = timed.compiled.as_text().split("ENTRY")[0]  # not hoisted out of it

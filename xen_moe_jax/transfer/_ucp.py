@@ -17,7 +17,6 @@ from xen_moe_jax.transfer._errors import TransferUnavailable
 
 API = (1, 18)
 IN_PROGRESS = 1
-ERR_NO_MEMORY = -4
 ERR_BUSY = -15
 MEMORY_TYPES = {"host": 0, "cuda": 1}
 

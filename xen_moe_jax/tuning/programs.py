@@ -189,16 +189,15 @@ def own_combine(
     caps: Capacities,
     config: xm.KernelConfig,
     name: str,
-    dispatch: Callable[..., Any] = xm.dispatch,
     combine: Callable[..., Any] = xm.combine,
 ) -> Program:
     """Returns a program of combine alone, weighted where the layout allows, of rows that a dispatch of the first
-    routing brings. `dispatch` and `combine` may be other functions that take the arguments of those of `xm`."""
+    routing brings. `combine` may be another function that takes the arguments of `xm.combine`."""
     # the expert outputs are in the compute dtype, independent of the tokens' wire
     arguments = dispatch_arguments(work, caps, config) | {"wire": None}
 
     def prepare(x, topk_idx, topk_weights):
-        routed = dispatch(x, topk_idx, topk_weights, **arguments)
+        routed = xm.dispatch(x, topk_idx, topk_weights, **arguments)
         return routed.x, routed.handle
 
     def initial(operands, topk_idx, topk_weights):

@@ -74,13 +74,6 @@ def pick(pool: jax.Array, i: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(pool, jax.lax.rem(i, jnp.int32(pool.shape[0])), keepdims=False)
 
 
-def compile_program(
-    program: Program, problem: Problem, inner: int, unroll: int = 1, *, with_memory: bool = True
-) -> Timed:
-    """Compiles the loop and, for its memory, a single call, and prepares the operands."""
-    return compile_only(program, problem, inner, unroll, with_memory=with_memory)()
-
-
 def compile_only(
     program: Program,
     problem: Problem,
@@ -91,8 +84,9 @@ def compile_only(
     around: AbstractContextManager = contextlib.nullcontext(),  # noqa: B008  it holds nothing
     kept: list[Any] | None = None,
 ) -> Callable[[], Timed]:
-    """Does the work of `compile_program` in two steps: compiling, which threads may do side by side, and preparing the
-    operands, which runs collectives: every process must prepare one program after the other, in the same order.
+    """Compiles the loop and, `with_memory`, a single call, which threads may do side by side. The function that is
+    returned prepares the operands, which runs collectives: every process must prepare one program after the other, in
+    the same order.
 
     Args:
       around: entered while the loop is traced and compiled.
