@@ -160,7 +160,7 @@ def test_every_result_file_is_the_source_of_a_table_a_chart_or_a_claim():
     results = sorted((ROOT / "benchmarks" / "results").glob("*"))
     if not results:
         pytest.skip("benchmarks/results is not beside the tests")
-    assert len(results) <= 25
+    assert len(results) <= 24
     text = "".join(path.read_text() for path in DOCUMENTS)
     unnamed = [path.name for path in results if f"benchmarks/results/{path.name})" not in text]
     assert not unnamed, f"no page links to {unnamed}"
