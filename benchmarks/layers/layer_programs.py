@@ -89,7 +89,7 @@ def name_of_matmul(chosen: str) -> str:
     return grouped_matmul.describe(jax.default_backend())["choice"] if chosen == "auto" else chosen
 
 
-def weight_specs(layers: int) -> dict[str, PartitionSpec]:
+def weight_specs() -> dict[str, PartitionSpec]:
     split = PartitionSpec(None, AXIS)
     return {"gate": split, "up": split, "down": split, "router": PartitionSpec()}
 
@@ -104,7 +104,7 @@ def draw_operands(given: LayerProblem) -> Operands:
         "down": (experts, width, hidden),
         "router": (hidden, experts),
     }
-    placed = {name: NamedSharding(mesh, spec) for name, spec in weight_specs(given.layers).items()}
+    placed = {name: NamedSharding(mesh, spec) for name, spec in weight_specs().items()}
 
     def draw() -> Weights:
         weights = {}
@@ -260,11 +260,11 @@ def stacked(layer: Layer, layers: int) -> Layer:
 
 
 def result_specs(given: LayerProblem, operation: str) -> Any:
-    return RANK_SPEC if operation == "forward" else (RANK_SPEC, RANK_SPEC, weight_specs(given.layers))
+    return RANK_SPEC if operation == "forward" else (RANK_SPEC, RANK_SPEC, weight_specs())
 
 
 def operand_specs(given: LayerProblem) -> tuple[Any, ...]:
-    return weight_specs(given.layers), RANK_SPEC, RANK_SPEC
+    return weight_specs(), RANK_SPEC, RANK_SPEC
 
 
 def forward(stack: Layer) -> Callable[..., Any]:

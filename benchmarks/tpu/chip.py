@@ -502,7 +502,7 @@ def layer_programs(small: bool) -> Iterator[tuple[str, str, Any, Any, Callable[[
         weights = {
             name: jax.ShapeDtypeStruct(
                 (1, *shape), jnp.float32 if name == "router" else work.compute_dtype,
-                sharding=jax.NamedSharding(mesh, layers.weight_specs(1)[name]),
+                sharding=jax.NamedSharding(mesh, layers.weight_specs()[name]),
             )
             for name, shape in all_shapes.items()
         }  # fmt: skip

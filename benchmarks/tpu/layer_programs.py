@@ -137,7 +137,7 @@ def compile_layer(
     if chunks > 1:
         config = dataclasses.replace(config, num_chunks=chunks, capacity=None)
     layer = layer_programs.stacked(layer_of(program, config, work), 1)
-    specs = layer_programs.weight_specs(1)
+    specs = layer_programs.weight_specs()
     mapped = jax.shard_map(
         layer_programs.forward_and_backward(layer),
         mesh=mesh,

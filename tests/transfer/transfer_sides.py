@@ -211,10 +211,6 @@ def publish(state, name, seed, shape, dtype, spec=None):
     state.engine.publish(name, state.kept[name])
 
 
-def delete_published(state, name):
-    state.kept[name].delete()
-
-
 def send(state, value, tag):
     value = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, value)
     transfer = state.engine.send(state.peer, value, tag=tag)

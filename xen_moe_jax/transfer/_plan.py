@@ -73,7 +73,7 @@ def plan(src, dst, cast: Mapping[str, Any] | None = None) -> Plan:
 
     Raises `ValueError` where trees, shapes or dtypes do not fit, or no process holds a part that a receiver needs.
     """
-    sources = {path: _holders(path, leaf) for path, leaf in leaves_by_path(src).items()}
+    sources = {path: _holders(leaf) for path, leaf in leaves_by_path(src).items()}
     avals = leaves_by_path(src)
     layouts = _layouts(dst)
     dtypes = {path: _memory.check_dtype(aval.dtype, f"plan: {path or 'the array'}") for path, aval in avals.items()}
@@ -121,7 +121,7 @@ def _casts(cast: Mapping[str, Any], paths: list[str]) -> dict[str, tuple[set[str
     return found
 
 
-def _holders(path: str, leaf: Any) -> dict[Box, list[int]]:
+def _holders(leaf: Any) -> dict[Box, list[int]]:
     """Returns the distinct boxes of an array, and the processes that hold each."""
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
@@ -144,7 +144,7 @@ def _layouts(dst) -> list[Layout]:
         return list(dst)
     leaves = []
     for path, leaf in leaves_by_path(dst).items():
-        boxes = _holders(path, leaf)
+        boxes = _holders(leaf)
         leaves.append(Leaf.of_boxes(path, tuple(leaf.shape), np.dtype(leaf.dtype), list(boxes)))
     return [Layout("", "", tuple(leaves))]
 

@@ -45,7 +45,7 @@ def test_the_peer_computes_the_same_layer():
     weights = {name: jnp.asarray(rng.standard_normal((1, *shape)), jnp.float32) for name, shape in shapes.items()}
     x = jnp.asarray(rng.standard_normal((8 * 16, 32)), jnp.float32)
     idx = jnp.asarray(np.argsort(rng.random((8 * 16, 16)), axis=1)[:, :2], jnp.int32)
-    specs = layer_programs.weight_specs(1)
+    specs = layer_programs.weight_specs()
 
     def run(layer):
         program = layer_programs.forward_and_backward(layer_programs.stacked(layer, 1))

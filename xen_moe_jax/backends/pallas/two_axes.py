@@ -129,7 +129,7 @@ def pack(
     rail = rail_of(topk_idx, spec)
     buffer = pack_slices(x, scales, rail.own_hits, record=record, quantize=quantize, spec=spec, launch=launch)
     largest = _largest_anywhere(rail.own_hits, 0, spec)
-    starts, sent = _regions(todo, rail, positions, spec)
+    starts, sent = _regions(rail, positions, spec)
     address = starts[:, None, :] + _layout.exclusive_cumsum(sent, axis=1)  # [N, T, M]
     peer = jnp.where(sent > 0, jnp.arange(fast, dtype=jnp.int32), -1)
     fan = FanOut(
@@ -226,7 +226,7 @@ def fan_out(received: jax.Array, fan: FanOut, staging_rows: int, spec: Spec, con
     )
 
 
-def _regions(todo: plan.SendPlan, rail: Rail, positions: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
+def _regions(rail: Rail, positions: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
     """Returns where ranks of this slice put the rail's records, `starts [N, M]`, and which come, `sent [N, T, M]`."""
     slices, fast = spec.axis_sizes
     tokens = spec.num_tokens
