@@ -75,7 +75,7 @@ def native(context: Any, name: str, *arguments: str) -> list[str]:
 
 def kernels_alone(context: Any) -> Commands:
     """Kernels without JAX: small batches in CUDA graphs, then 4096, 128 and one token in calls back to back."""
-    few = native(context, "decode_variants", str(context.out / "kernels.json"), "short")
+    few = native(context, "decode_variants", str(context.out / "kernels.json"))
     return [few, native(context, "kernel_variants", "four")]
 
 

@@ -1,10 +1,9 @@
 // Times dispatch and combine of small batches alone, without JAX: one process, all GPUs, chains of launches in one CUDA
-// graph per GPU, random routing and rows, slowest GPU. Compares low-latency kernels, throughput kernels and schedules
-// of both. Built with XEN_MOE_PHASES it prints instead when the blocks of one launch reach which phase.
-//   target=-gencode=arch=compute_90a,code=sm_90a   (and -DXEN_MOE_PHASES)
+// graph per GPU, random routing and rows, slowest GPU. Compares low-latency kernels and throughput kernels.
+//   target=-gencode=arch=compute_90a,code=sm_90a
 //   tools/build_kernels.sh build/dv $target && nvcc -std=c++17 -O3 $target -I. benchmarks/ops/decode_variants.cu
 //   build/dv/*.o -o dv
-//   ./dv OUT.json [all|short|low|blocks]   low: the low-latency kernels alone; blocks: on other numbers of blocks
+//   ./dv OUT.json
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -19,12 +18,6 @@
 #include "native_benchmark.cuh"
 
 using namespace xen_moe;
-
-namespace xen_moe::ranks16 {
-int ReadDispatchPhases(uint64_t* to);
-int ReadCombinePhases(uint64_t* to);
-}  // namespace xen_moe::ranks16
-using ranks16::ReadCombinePhases, ranks16::ReadDispatchPhases;
 
 constexpr int kHidden = 7168, kExperts = 256, kTopK = 8, kMostTokens = 512;
 constexpr uint64_t kFlags = 192ull << 20, kHalf = 320ull << 20;
@@ -50,10 +43,7 @@ struct Setting {
 };
 
 int main(int argc, char** argv) {
-  if (argc < 2) return std::printf("usage: %s OUT.json [all|short|low|blocks]\n", argv[0]), 2;
-  const std::string wanted = argc < 3 ? "all" : argv[2];
-  const bool blocks_only = wanted == "blocks", low_only = wanted == "low" || blocks_only;
-  const bool all_cuts = wanted == "all" || wanted == "low";
+  if (argc != 2) return std::printf("usage: %s OUT.json\n", argv[0]), 2;
   int ranks = 0;
   CHECK(cudaGetDeviceCount(&ranks));
   std::vector<Rank> all(ranks);
@@ -223,100 +213,19 @@ int main(int argc, char** argv) {
     return parts;
   };
 
-#ifdef XEN_MOE_PHASES
-  const double ghz = 1.98;
-  static uint64_t stamps[kMaxBlocks][16];
-  auto phases = [&](const char* what, int tokens, const Setting& setting, auto launch, auto read) {
-    double sums[3][8] = {}, starts[3] = {}, ends[3] = {};
-    int counts[3] = {};
-    for (int repeat = 0; repeat < 60; ++repeat) {
-      for (int r = 0; r < ranks; ++r) {
-        CHECK(cudaSetDevice(r));
-        for (int i = 0; i < 4; ++i) CHECK(launch(r));
-      }
-      for (int r = 0; r < ranks; ++r) {
-        CHECK(cudaSetDevice(r));
-        CHECK(cudaStreamSynchronize(all[r].stream));
-      }
-      CHECK(cudaSetDevice(0));
-      CHECK(read(&stamps[0][0]));
-      if (repeat < 10) continue;
-      uint64_t first = ~0ull;
-      for (int b = 0; b < setting.blocks; ++b) first = std::min(first, stamps[b][8]);
-      for (int b = 0; b < setting.blocks; ++b) {
-        const int role = b < setting.routing ? 0 : b < setting.routing + setting.push ? 1 : 2;
-        ++counts[role];
-        starts[role] += static_cast<double>(stamps[b][8] - first);
-        ends[role] += static_cast<double>(stamps[b][14] - first);
-        for (int i = 0; i < 7; ++i) {
-          sums[role][i] += stamps[b][i] > stamps[b][0] ? static_cast<double>(stamps[b][i] - stamps[b][0]) / ghz : 0;
-        }
-      }
-    }
-    const char* const roles[] = {"routing", "push", "receive"};
-    for (int role = 0; role < 3; ++role) {
-      if (!counts[role]) continue;
-      std::printf(
-          "%-14s T %4d %-8s starts at %5.0f ns; then begun %5.0f sent %5.0f counts %5.0f starts %5.0f done %5.0f "
-          "ended %5.0f; ends at %5.0f\n",
-          what, tokens, roles[role], starts[role] / counts[role], sums[role][1] / counts[role],
-          sums[role][2] / counts[role], sums[role][3] / counts[role], sums[role][4] / counts[role],
-          sums[role][5] / counts[role], sums[role][6] / counts[role], ends[role] / counts[role]);
-    }
-  };
-  for (int tokens : {1, 32, 128}) {
-    const Setting setting{true, 96, 4, 16, 1}, without{true, 96, 0, 48, 1};
-    phases(
-        "fp8 dispatch", tokens, setting, [&](int r) { return dispatch(r, tokens, true, setting); }, ReadDispatchPhases);
-    phases(
-        "bf16 dispatch", tokens, setting, [&](int r) { return dispatch(r, tokens, false, setting); },
-        ReadDispatchPhases);
-    Setting of_combine = without;
-    of_combine.routing = 1;
-    phases("combine", tokens, without, [&](int r) { return combine(r, tokens, of_combine); }, ReadCombinePhases);
-  }
-#else
-  {
-    const Setting none{false, 1, 0, 0, 1};
-    run("empty kernel", 0, none, [&](int r) {
-      Empty<<<1, 32, 0, all[r].stream>>>(nullptr);
-      return cudaGetLastError();
-    });
-  }
-  const std::vector<int> others = blocks_only ? std::vector<int>{48, 64, 80, 112, 120, 132} : std::vector<int>{};
+  run("empty kernel", 0, Setting{false, 1, 0, 0, 1}, [&](int r) {
+    Empty<<<1, 32, 0, all[r].stream>>>(nullptr);
+    return cudaGetLastError();
+  });
   for (int tokens : {128, 1, 32, 8, 64, 256, 512, 2, 4, 16, 192, 384}) {
-    std::vector<Setting> settings{{false, 64, 0, 32, old_parts(tokens, 256)}, {true, 96, 4, 16, 1}};
-    if (all_cuts && (tokens == 128 || tokens == 32 || tokens == 512)) {
-      for (Setting c : {Setting{true, 96, 4, 24, 1}, Setting{true, 96, 4, 32, 1}, Setting{true, 132, 4, 32, 1}}) {
-        settings.push_back(c);
-      }
-    }
-    if (all_cuts && tokens <= 32) {
-      for (Setting c : {Setting{true, 24, 2, 6, 1}, Setting{true, 48, 2, 12, 1}, Setting{true, 72, 4, 12, 1}})
-        settings.push_back(c);
-    }
-    if (low_only) settings.erase(settings.begin());
-    for (int blocks : others) settings.push_back({true, blocks, 4, blocks / 6, 1});
-    for (const Setting& setting : settings) {
+    for (const Setting& setting : {Setting{false, 64, 0, 32, old_parts(tokens, 256)}, Setting{true, 96, 4, 16, 1}}) {
       run("fp8 dispatch", tokens, setting, [&](int r) { return dispatch(r, tokens, true, setting); });
       run("bf16 dispatch", tokens, setting, [&](int r) { return dispatch(r, tokens, false, setting); });
     }
-    settings = {{false, 64, 1, 32, old_parts((ranks - 1) * tokens, 4 * 32 * 16)}, {true, 96, 1, 48, 1}};
-    if (all_cuts && (tokens == 128 || tokens == 32 || tokens == 512)) {
-      for (Setting c : {Setting{true, 96, 1, 40, 1}, Setting{true, 96, 1, 56, 1}, Setting{true, 132, 1, 64, 1}}) {
-        settings.push_back(c);
-      }
-    }
-    if (all_cuts && tokens <= 32) {
-      for (Setting c : {Setting{true, 24, 1, 12, 1}, Setting{true, 48, 1, 24, 1}, Setting{true, 72, 1, 36, 1}})
-        settings.push_back(c);
-    }
-    if (low_only) settings.erase(settings.begin());
-    for (int blocks : others) settings.push_back({true, blocks, 1, blocks / 2, 1});
-    for (const Setting& setting : settings)
+    const int parts = old_parts((ranks - 1) * tokens, 4 * 32 * 16);
+    for (const Setting& setting : {Setting{false, 64, 1, 32, parts}, Setting{true, 96, 1, 48, 1}})
       run("combine", tokens, setting, [&](int r) { return combine(r, tokens, setting); });
   }
-#endif
   std::fprintf(out, "\n]}\n");
   std::fclose(out);
 }

@@ -3,9 +3,7 @@
 //   target=-gencode=arch=compute_90a,code=sm_90a
 //   tools/build_kernels.sh build/k $target && nvcc -std=c++17 -O3 $target -I. benchmarks/ops/kernel_variants.cu
 //   build/k/*.o -o variants
-//   ./variants NAME [quick|scan|flight]
-// quick: small batches, one launch each, for compute-sanitizer on one GPU. scan: 4096 tokens in many schedules. flight:
-// 4096 tokens on few thread blocks, as asynchronous operations run.
+//   ./variants [NAME]
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -33,8 +31,6 @@ struct Rank {
 
 int main(int argc, char** argv) {
   const std::string name = argc > 1 ? argv[1] : "base";
-  const std::string how = argc > 2 ? argv[2] : "";
-  const bool quick = how == "quick", scan = how == "scan", flight = how == "flight", large = scan || flight;
   const int hidden = 7168, experts = 256, top_k = 8;
   int ranks = 0;
   CHECK(cudaGetDeviceCount(&ranks));
@@ -44,9 +40,7 @@ int main(int argc, char** argv) {
     CHECK(PreloadKernels(kSmallGroup));
   }
   const uint64_t half = 320ull << 20;
-  for (int tokens : quick   ? std::vector<int>{128, 1}
-                    : large ? std::vector<int>{4096}
-                            : std::vector<int>{4096, 128, 1}) {
+  for (int tokens : {4096, 128, 1}) {
     const int capacity = ranks * tokens * top_k;
     std::vector<Rank> all(ranks);
     std::mt19937 rng(1);
@@ -94,9 +88,9 @@ int main(int argc, char** argv) {
       CHECK(cudaMemcpy(all[r].control, &c, sizeof(c), cudaMemcpyDefault));
     }
     auto run = [&](const char* what, auto launch, int blocks, int push, int parts) {
-      const int inner = quick ? 1 : tokens > 1000 ? 10 : 40;
+      const int inner = tokens > 1000 ? 10 : 40;
       std::vector<float> times;
-      for (int repeat = 0; repeat < (quick ? 1 : 8); ++repeat) {
+      for (int repeat = 0; repeat < 8; ++repeat) {
         for (int r = 0; r < ranks; ++r) {
           CHECK(cudaSetDevice(r));
           CHECK(cudaDeviceSynchronize());
@@ -141,10 +135,9 @@ int main(int argc, char** argv) {
     };
     // `fp8`: rows that come in fp8, with scales. `wire`: bf16 rows are quantized on the way.
     auto dispatch = [&](const char* what, bool fp8, bool known, int blocks, int push, int parts,
-                        WireType wire = WireType::kNative, bool bulk = false) {
+                        WireType wire = WireType::kNative) {
       Schedule s{};
       s.blocks = blocks, s.push_blocks = push, s.parts = parts, s.part_elements = (hidden / parts + 255) / 256 * 256;
-      s.bulk = bulk;
       // Follows xen_moe_jax/backends/cuda/schedule.py: up to 2048 triples every block computes all positions for
       // itself.
       s.solo_layout = ranks * tokens * top_k <= 2048;
@@ -194,31 +187,7 @@ int main(int argc, char** argv) {
           },
           blocks, push, parts);
     };
-    if (flight) {
-      for (int blocks : {6, 8, 10, 12, 16, 20, 24, 32}) {
-        for (int push : {blocks / 3, blocks / 2, blocks * 5 / 8, blocks * 3 / 4}) {
-          if (push <= blocks / 2) dispatch("fp8 bulk", true, false, blocks, push, 1, WireType::kNative, true);
-          if (push >= blocks / 2) combine("combine", blocks, push, 1);
-        }
-      }
-      for (int push : {8, 12, 16, 24}) {
-        dispatch("fp8 copied", true, false, 64, push, 1);
-        dispatch("bf16 copied", false, false, 64, push, 1);
-      }
-    } else if (tokens == 4096 && scan) {
-      for (int blocks : {32, 48, 64, 96, 132}) {
-        for (int push : {8, 12, 16, 24, 32, 48, 64}) {
-          if (push * 4 > blocks * 3) continue;
-          for (int parts : {1, 2}) {
-            dispatch("fp8 dispatch", true, false, blocks, push, parts);
-            dispatch("bf16, fp8 wire", false, false, blocks, push, parts, WireType::kFp8);
-            combine("combine fp8", blocks, push, parts, WireType::kFp8);
-          }
-          dispatch("bf16 dispatch", false, false, blocks, push, 1);
-          combine("combine", blocks, push, 1);
-        }
-      }
-    } else if (tokens == 4096) {
+    if (tokens == 4096) {
       dispatch("fp8 dispatch", true, false, 64, 16, 1);
       dispatch("fp8 dispatch", true, false, 64, 24, 1);
       dispatch("bf16 dispatch", false, false, 64, 16, 1);

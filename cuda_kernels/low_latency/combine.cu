@@ -23,9 +23,3 @@ int PreloadLowLatencyCombine() {
 }
 
 }  // namespace xen_moe::XEN_MOE_VARIANT
-
-#ifdef XEN_MOE_PHASES
-namespace xen_moe::XEN_MOE_VARIANT {
-int ReadCombinePhases(uint64_t* to) { return ReadPhases(to); }
-}  // namespace xen_moe::XEN_MOE_VARIANT
-#endif

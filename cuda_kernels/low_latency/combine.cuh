@@ -12,7 +12,6 @@
 
 #include "cuda_kernels/core/launch.cuh"
 #include "cuda_kernels/core/octet.cuh"
-#include "cuda_kernels/core/phases.cuh"
 #include "cuda_kernels/core/routing.cuh"
 #include "cuda_kernels/low_latency/low_latency.cuh"
 
@@ -320,7 +319,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ Running run;
   const LowLatencyCombine<Y, kSumRounds, kRows> work(p, schedule, run);
   AwaitKernelBefore();
-  Phase(0);
   const int block = static_cast<int>(blockIdx.x), warp = static_cast<int>(threadIdx.x / 32);
   if (warp == 0) {
     BeginLowLatency(run, p.call, Operation::kCombine, p.routing.ranks, p.routing.rank);
@@ -331,20 +329,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (!begun) {
       __syncthreads();
       begun = true;
-      Phase(1);
       if (!run.refused && block < schedule.push) StartShare(run.control, block, run.epoch);
     }
     return !run.refused;
   };
   if (warp == 0) begin();  // the first warp knows the epoch already: the other warps need not wait for its first rows
   if (block < schedule.push) work.PushShare(block, LateFirstWarp(), kWarps, [&] { return begin() && !run.repeats; });
-  Phase(2);
   const bool good = work.Sum(begin);
-  Phase(5);
   FinishLowLatency(run, good, [&](uint32_t index, uint32_t count) {
     FillBytes(p.out, static_cast<uint64_t>(p.routing.tokens) * p.routing.hidden * sizeof(Y), kPoison, index, count);
   });
-  Phase(6);
 }
 
 // Two rows in flight for few tokens, three for many: measured (docs/lab/small_batches.md).

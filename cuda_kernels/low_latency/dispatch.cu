@@ -52,7 +52,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Piece piece;
   const int block = static_cast<int>(blockIdx.x);
   AwaitKernelBefore();
-  Phase(0);
   // The other warps load everything that does not depend on the epoch while the first warp finds the epoch.
   if (threadIdx.x < 32) {
     BeginLowLatency(run, p.call, Operation::kDispatch, p.routing.ranks, p.routing.rank);
@@ -65,7 +64,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (!begun) {
       __syncthreads();
       begun = true;
-      Phase(1);
       if (!run.refused && block < plan.Shares()) StartShare(run.control, block, run.epoch);
     }
     return !run.refused;
@@ -85,11 +83,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (!begin()) break;
   }
   bool good = begin();
-  Phase(2);
   if (good && plan.receiver >= 0) {
     good = Numbered::Receive(plan, piece,
                              [&] { AdoptShares<Numbered>(p, schedule, run, dynamic, block < schedule.routing); });
-    Phase(4);
     if (good) {
       good = PlaceRows<Numbered::kRounds, Numbered::kFew>(
           plan, piece, [&](int source, int token, bool write, int* position) {
@@ -98,9 +94,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       Numbered::Complete(plan);
     }
   }
-  Phase(5);
   FinishLowLatency(run, good, [&](uint32_t index, uint32_t count) { PoisonDispatch(p, index, count); });
-  Phase(6);
 }
 
 }  // namespace
@@ -119,9 +113,3 @@ int PreloadLowLatencyDispatch() {
 }
 
 }  // namespace xen_moe::XEN_MOE_VARIANT
-
-#ifdef XEN_MOE_PHASES
-namespace xen_moe::XEN_MOE_VARIANT {
-int ReadDispatchPhases(uint64_t* to) { return ReadPhases(to); }
-}  // namespace xen_moe::XEN_MOE_VARIANT
-#endif

@@ -137,7 +137,6 @@ struct NumberedByReceiver {
           }
         }
       }
-      Phase(3);
       if (!__syncthreads_or(patient ? !good : idle || !good)) break;
       if (patient) return false;
       adopt();

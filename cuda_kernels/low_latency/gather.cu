@@ -7,7 +7,6 @@
 // takes long, it first pushes the shares that no block of this GPU has started (claims.cuh), so every wait ends with
 // any number of resident blocks. Memory order: ll128.cuh; nothing else is shared between GPUs.
 #include "cuda_kernels/core/launch.cuh"
-#include "cuda_kernels/core/phases.cuh"
 #include "cuda_kernels/low_latency/low_latency.cuh"
 
 namespace xen_moe::XEN_MOE_VARIANT {
@@ -149,7 +148,6 @@ __global__ void __launch_bounds__(kThreads, 1) LowLatencyGatherKernel(const __gr
   __shared__ Running run;
   const LowLatencyGather work(p, run);
   AwaitKernelBefore();
-  Phase(0);
   const int block = static_cast<int>(blockIdx.x), warp = static_cast<int>(threadIdx.x / 32);
   if (warp == 0) BeginLowLatency(run, p.call, Operation::kExchange, p.ranks, p.rank);
   bool begun = false;
@@ -157,14 +155,12 @@ __global__ void __launch_bounds__(kThreads, 1) LowLatencyGatherKernel(const __gr
     if (!begun) {
       __syncthreads();
       begun = true;
-      Phase(1);
       if (!run.refused) StartShare(run.control, block, run.epoch);
     }
     return !run.refused;
   };
   if (warp == 0) begin();  // the first warp knows the epoch already: the other warps need not wait for its rounds
   work.PushShare(block, LateFirstWarp(), kWarps, begin);
-  Phase(2);
   bool good = begin(), stalled = false;
   for (uint32_t item = 0; good;) {
     const bool before = stalled;
@@ -172,11 +168,9 @@ __global__ void __launch_bounds__(kThreads, 1) LowLatencyGatherKernel(const __gr
     good = before != stalled;
     if (good) LowLatencyGather::AdoptShares(p, run);  // then it tries again, with nothing held in registers meanwhile
   }
-  Phase(5);
   FinishLowLatency(run, good, [&](uint32_t index, uint32_t count) {
     FillBytes(p.output, p.output_units * p.unit_bytes, p.poison, index, count);
   });
-  Phase(6);
 }
 
 }  // namespace

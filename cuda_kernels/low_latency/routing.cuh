@@ -6,7 +6,6 @@
 // sources before and the groups' starts it determines the position. low_latency/dispatch.cu says who waits for whom.
 #pragma once
 
-#include "cuda_kernels/core/phases.cuh"
 #include "cuda_kernels/dispatch/layout.cuh"
 #include "cuda_kernels/low_latency/low_latency.cuh"
 
@@ -254,7 +253,6 @@ __device__ __forceinline__ bool ReceiveCounts(const Plan& plan, const Piece& pie
         }
       }
     }
-    Phase(3);
     if (!__syncthreads_or(patient ? !good : idle || !good)) break;
     if (patient) return false;
     adopt();
