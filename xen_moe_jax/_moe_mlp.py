@@ -94,10 +94,10 @@ def moe_mlp(
       apply_weights_to: where a router weight meets its row: "rows", the expert's output, while combine adds up;
         "activation", in front of `down`, rounded with it; "input", the token that goes into the expert, rounded once.
       experts: in place of the MLP: `experts(rows, group_sizes, weights) -> rows` with a dict of the weights (and of
-        "gate_bias", ...), as `MoEConfig.experts`. Shapes of the weights are then its own matter. "float8_e4m3fn": the
-        MLP with rows, weights and cotangents quantized in front of each matmul, as `MoEConfig.expert_dtype`; rows that
-        travelled in fp8 are multiplied as they arrived. By kernels on a Hopper GPU; elsewhere, and with
-        `grouped_matmul="ragged_dot"`, in plain JAX.
+        "gate_bias", ...), as `MoEConfig.experts`. Shapes of the weights are then its own matter. "float8_e4m3fn" or
+        "int8": the MLP with rows, weights and cotangents quantized in front of each matmul, as
+        `MoEConfig.expert_dtype`; rows that travelled in this dtype are multiplied as they arrived. fp8 by kernels on a
+        Hopper GPU; elsewhere, and with `grouped_matmul="ragged_dot"`, in plain JAX.
       grouped_matmul: "auto" (the fastest one), "ragged_dot" (the only one with forward mode and second derivatives),
         "tokamax", "hopper", or a function `(rows [C, A], weights [L, A, B], group_sizes [L]) -> [C, B]`. It, or
         `experts`, gets the rows of an fp8 or int8 `wire` as they arrive, as a `BlockScaled`, if it has a true attribute

@@ -1,4 +1,4 @@
-"""Experts in fp8, in plain JAX: the rule of every rounding against NumPy, bits where sums are exact, errors."""
+"""Experts in fp8 and in int8, in plain JAX: every rounding against NumPy, bits where sums are exact, errors."""
 
 import functools
 import re
@@ -20,19 +20,25 @@ SIZES = np.array([200, 0, 57, 3], np.int32)
 C, A, B = 270, 200, 144  # ten rows past the last group; neither width is a multiple of 128
 
 
-def blocks_of(x, axis):
+MATMULS = {float8.DTYPE: grouped_matmul, "int8": float8.in_int8}
+LARGEST = {float8.DTYPE: 448, "int8": 127}
+
+
+def blocks_of(x, axis, dtype=float8.DTYPE):
     """Float64 values of `x` quantized for 128 elements along an axis, by the oracle."""
     moved = np.moveaxis(np.asarray(x, np.float32), axis, -1)
-    return np.moveaxis(np.asarray(oracle.dequantize(*oracle.quantize(moved, float8.DTYPE)), np.float64), -1, axis)
+    return np.moveaxis(np.asarray(oracle.dequantize(*oracle.quantize(moved, dtype)), np.float64), -1, axis)
 
 
-def tiles_of(weights):
+def tiles_of(weights, dtype=float8.DTYPE):
+    largest = np.float32(LARGEST[dtype])
     out = np.empty(weights.shape)
     for e, i, j in np.ndindex(len(weights), -(-weights.shape[1] // 128), -(-weights.shape[2] // 128)):
         tile = (e, slice(i * 128, i * 128 + 128), slice(j * 128, j * 128 + 128))
         amax = np.float32(max(np.abs(weights[tile]).max(), 2.0**-96))
-        values = (weights[tile] * np.float32(np.float32(448) / amax)).astype(jnp.float8_e4m3fn)
-        out[tile] = values.astype(np.float64) * np.float64(np.float32(amax / np.float32(448)))
+        scaled = weights[tile] * np.float32(largest / amax)
+        values = (np.rint(scaled) if dtype == "int8" else scaled).astype(dtype)
+        out[tile] = values.astype(np.float64) * np.float64(np.float32(amax / largest))
     return out
 
 
@@ -63,19 +69,20 @@ def assert_sums(value, exact, magnitudes):
     assert (np.abs(np.asarray(value, np.float64) - exact) <= 2e-6 * magnitudes + 1e-30).all()
 
 
-def test_products_and_gradients_follow_the_rule():
+@pytest.mark.parametrize("dtype", MATMULS)
+def test_products_and_gradients_follow_the_rule(dtype):
     rows, weights, cotangent = operands()
-    y, by_rows, by_weights = with_gradients(grouped_matmul, rows, weights, SIZES, cotangent)
-    wide = tiles_of(weights)
+    y, by_rows, by_weights = with_gradients(MATMULS[dtype], rows, weights, SIZES, cotangent)
+    wide = tiles_of(weights, dtype)
     for e, group in groups():
-        x, dy = blocks_of(rows[group], 1), blocks_of(cotangent[group], 1)
+        x, dy = blocks_of(rows[group], 1, dtype), blocks_of(cotangent[group], 1, dtype)
         if x.size:
             assert_sums(y[group], x @ wide[e], np.abs(x) @ np.abs(wide[e]))
             assert_sums(by_rows[group], dy @ wide[e].T, np.abs(dy) @ np.abs(wide[e].T))
         exact, magnitudes = np.zeros((A, B)), np.zeros((A, B))
         for at in range(0, len(x), 128):
-            left = blocks_of(oracle.dequantize(*oracle.quantize(rows[group][at : at + 128], float8.DTYPE)), 0)
-            right = blocks_of(cotangent[group][at : at + 128], 0)
+            left = blocks_of(oracle.dequantize(*oracle.quantize(rows[group][at : at + 128], dtype)), 0, dtype)
+            right = blocks_of(cotangent[group][at : at + 128], 0, dtype)
             exact, magnitudes = exact + left.T @ right, magnitudes + np.abs(left.T) @ np.abs(right)
         if x.size:
             assert_sums(by_weights[e], exact, magnitudes)
@@ -126,6 +133,11 @@ def test_weights_as_they_are():
         jax.eval_shape(jax.grad(lambda w: grouped_matmul(rows, w, jnp.asarray(SIZES)).sum()), kept)
     with pytest.raises(ValueError, match=r"weights in int8 and blocks of \(128, 128\): must be float8_e4m3fn"):
         grouped_matmul(rows, xm.QuantizedWeight(values.astype(jnp.int8), scales, (128, 128)), jnp.asarray(SIZES))
+    with pytest.raises(ValueError, match=r"experts in int8 with weights in float8_e4m3fn .* must be int8"):
+        float8.in_int8(rows, kept, jnp.asarray(SIZES))
+    whole = xm.QuantizedWeight(*float8.quantize_weights(weights, "int8"), (128, 128))
+    by_codes, by_weights = (float8.in_int8(rows, w, jnp.asarray(SIZES)) for w in (whole, weights))
+    assert_bits(np.asarray(by_codes)[used], np.asarray(by_weights)[used], "int8 as it is")
     one_scale = xm.QuantizedWeight(values, scales[:, :1, :1], weights.shape[1:])
     for function in (float8.automatic, float8.by_hopper):  # before the kernels are chosen, which know one format
         with pytest.raises(ValueError, match="must be float8_e4m3fn in blocks of"):
@@ -160,7 +172,7 @@ def cosine(one, other):
 
 
 def ours(x, idx, weights, m, **options):
-    return xm.moe_mlp(x, idx, weights, *m, experts="float8_e4m3fn", **AT, **options)
+    return xm.moe_mlp(x, idx, weights, *m, **{"experts": "float8_e4m3fn", **AT, **options})
 
 
 def once(x, idx, weights, m, **options):
@@ -174,13 +186,14 @@ def once(x, idx, weights, m, **options):
     return layer(x, weights, m)
 
 
-@pytest.mark.parametrize("wire", ["float8_e4m3fn", "float8_e4m3fn:ue8m0"])
+@pytest.mark.parametrize("wire", ["float8_e4m3fn", "float8_e4m3fn:ue8m0", "int8"])
 def test_rows_are_multiplied_as_they_arrive(wire):
     """Values and scales of the wire go into the product, and the gradients home on the wire for gradients."""
-    scale_format = wire.partition(":")[2] or "float32"
+    dtype, _, scale_format = wire.partition(":")
+    scale_format, grouped_matmul = scale_format or "float32", MATMULS[dtype]
 
     def composed(x, idx, weights, matrices):
-        scaled = xm.quantize(jax.lax.stop_gradient(x), scale_format=scale_format)
+        scaled = xm.quantize(jax.lax.stop_gradient(x), dtype, scale_format)
         routed = xm.dispatch(scaled, idx, weights, **AT)
         assert isinstance(routed.x, xm.BlockScaled)
         rows = ArrivedRows(jnp.full_like(routed.x.values, jnp.nan, x.dtype), routed.x)
@@ -195,7 +208,7 @@ def test_rows_are_multiplied_as_they_arrive(wire):
         y = grouped_matmul(jax.nn.silu(gate) * up, matrices[2], routed.group_sizes)
         return xm.combine(y, routed.handle, gradient_wire="float8_e4m3fn")
 
-    got = layer(functools.partial(ours, wire=wire, gradient_wire="float8_e4m3fn"))
+    got = layer(functools.partial(ours, wire=wire, gradient_wire="float8_e4m3fn", experts=dtype))
     one, _, *gradients = layer(composed)
     assert_bits(got[0], one, "value")
     for name, mine, other in zip(("weights", "gate", "up", "down"), got[2:], gradients, strict=True):
@@ -273,12 +286,14 @@ def test_moe_mlp():
     def failing(**arguments):
         layer(lambda x, idx, weights, m: xm.moe_mlp(x, idx, weights, *m, **AT, **arguments))
 
-    with pytest.raises(ValueError, match="moe_mlp: experts='int4': must be None or 'float8_e4m3fn'"):
+    with pytest.raises(ValueError, match="moe_mlp: experts='int4': must be None, 'float8_e4m3fn' or 'int8'"):
         failing(experts="int4")
     with pytest.raises(ValueError, match=r"experts='float8_e4m3fn' with layout='padded': .*use 'grouped'"):
         failing(experts="float8_e4m3fn", layout="padded")
     with pytest.raises(ValueError, match=r"with grouped_matmul='tokamax': it has a matmul of its own; use 'auto'"):
         failing(experts="float8_e4m3fn", grouped_matmul="tokamax")
+    with pytest.raises(ValueError, match=r"experts='int8' with grouped_matmul='hopper': .*use 'auto'"):
+        failing(experts="int8", grouped_matmul="hopper")
     with pytest.raises(
         ValueError, match=r"grouped_matmul='hopper': the rows are float32: none of bfloat16 and float16"
     ):

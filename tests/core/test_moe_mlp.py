@@ -466,7 +466,11 @@ MISTAKES = {
     "matmul": ({"grouped_matmul": "triton"}, ValueError, "grouped_matmul='triton': .*or a function"),
     "ranked": ({"layout": "ranked"}, ValueError, "layout='ranked': .*call dispatch and combine"),
     "experts": ({"experts": 4}, TypeError, "experts=4: must be a function"),
-    "dtype of experts": ({"experts": "float4"}, ValueError, "experts='float4': must be None or 'float8_e4m3fn'"),
+    "dtype of experts": (
+        {"experts": "float4"},
+        ValueError,
+        "experts='float4': must be None, 'float8_e4m3fn' or 'int8'",
+    ),
     "weights for a function": (
         {"experts": lambda rows, *_: rows, "apply_weights_to": "activation"},
         ValueError,

@@ -14,6 +14,7 @@ R, T, E, K, H, F = 2, 96, 6, 2, 256, 192
 FP8 = "float8_e4m3fn"
 LEAST = {
     "fp8 experts": ({"experts": FP8}, 0.997),
+    "int8 experts, wire": ({"experts": "int8", "wire": "int8"}, 0.999),
     "fp8 experts and wires": ({"experts": FP8, "wire": FP8, "combine_wire": FP8, "gradient_wire": FP8}, 0.996),
     "fp8 wires": ({"wire": FP8, "combine_wire": FP8, "gradient_wire": FP8}, 0.998),
     "MXFP4 on the way out": ({"wire": "mxfp4"}, 0.98),

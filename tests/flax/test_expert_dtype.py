@@ -116,7 +116,11 @@ def test_codes_of_weights_in_the_dtype_of_the_tokens():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"expert_dtype": "int8"}, r"MoEConfig.expert_dtype='int8': must be None or 'float8_e4m3fn'"),
+        (
+            {"expert_dtype": "int4"},
+            r"MoEConfig.expert_dtype='int4': must be None, 'float8_e4m3fn' or 'int8'",
+        ),
+        ({"expert_dtype": "int8", "grouped_matmul": "hopper"}, "'int8' with grouped_matmul='hopper': .*use 'auto'"),
         ({"layout": "padded"}, r"expert_dtype='float8_e4m3fn' with layout='padded': .*use 'grouped'"),
         ({"grouped_matmul": "tokamax"}, r"with grouped_matmul='tokamax': it has a matmul of its own; use 'auto'"),
         ({"experts": lambda rows, sizes, weights: rows}, r"with experts=<function.*use None"),
@@ -127,3 +131,7 @@ def test_errors(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **changes)
     assert hash(dataclasses.replace(CONFIG, top_k=1)) != hash(CONFIG)
+    in_int8 = dataclasses.replace(CONFIG, expert_dtype="int8")  # made from a config whose matmul is chosen already
+    assert (
+        in_int8.grouped_matmul is float8.in_int8 and dataclasses.replace(in_int8, expert_dtype=float8.DTYPE) == CONFIG
+    )

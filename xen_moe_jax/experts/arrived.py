@@ -1,4 +1,4 @@
-"""Rows that experts in fp8 take from an fp8 wire as they arrived, without a second quantization."""
+"""Rows that quantized experts take from a wire of their dtype as they arrived, without a second quantization."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class ArrivedRows:
     """Rows `[C, H]` with a scale for 128 elements, which are multiplied as they are.
 
     Attributes:
-      x: `[C, H]` in the tokens' dtype. Its values are not read. Its cotangent is that of the rows, which fp8 cannot
-        hold.
-      scaled: values `[C, H]` in fp8 (e4m3), and float32 scales `[C, ceil(H/128)]`: powers of two from a wire with
-        ":ue8m0", any numbers from a wire without it.
+      x: `[C, H]` in the tokens' dtype. Its values are not read. Its cotangent is that of the rows, which
+        `scaled` cannot hold.
+      scaled: values `[C, H]` in fp8 (e4m3) or int8, and float32 scales `[C, ceil(H/128)]`: powers of two from a wire
+        with ":ue8m0", any numbers from a wire without it.
     """
 
     x: Any
@@ -80,12 +80,13 @@ def dispatch_quantized(
 
 
 def _quantized(x: jax.Array, wire: Wire) -> BlockScaled:
-    """Returns `quantize` of tokens `[..., H]`. On a Hopper GPU one kernel does it with the same bits, for bfloat16 and
-    float16, float32 scales, a multiple of 8 tokens, and an `H` that is a multiple of 128."""
+    """Returns `quantize` of tokens `[..., H]`. On a Hopper GPU one kernel does it in fp8 with the same bits, for
+    bfloat16 and float16, float32 scales, a multiple of 8 tokens, and an `H` that is a multiple of 128."""
     *tokens, hidden = x.shape
     rows = x.reshape(-1, hidden)
     fits = rows.size > 0 and rows.shape[0] % hopper.ROW_ALIGNMENT == 0 and hidden % float8_quantize.BLOCK == 0
-    by_kernel = fits and x.dtype.name in hopper.DTYPES and wire.scale_format == "float32" and hopper.on_hopper()
+    in_fp8 = x.dtype.name in hopper.DTYPES and wire == Wire("float8_e4m3fn")
+    by_kernel = fits and in_fp8 and hopper.on_hopper()
     if not by_kernel:
         return quantize(x, wire.dtype, wire.scale_format)
     found = float8_quantize.rows(rows, by_row=True)

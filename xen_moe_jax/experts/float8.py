@@ -1,10 +1,11 @@
-"""The grouped matmul of quantized experts in plain JAX: fp8 (e4m3) rows and weights, float32 sums. Every rounding is
-written here; the kernels of `hopper_float8` follow the same rule.
+"""The grouped matmul of quantized experts in plain JAX: rows and weights in fp8 (e4m3) or int8, float32 sums. Every
+rounding is written here; the kernels of `hopper_float8` follow the same rule.
 
 Rows have a scale for 128 elements, weights one for 128 x 128 (DeepSeek-V3, arXiv:2412.19437, section 3.3). A product
 is the sum, in ascending order, of blocks of 128 of the contracted dimension: each block is a float32 sum of products,
 which are exact, times the product of both scales, added to a float32 sum. The result is rounded to the rows' dtype
-once.
+once. In int8 the sum of a block is an int32, and exact; `jax.lax.ragged_dot` gets int8 operands, which a TPU's MXU
+multiplies as they are.
 
 The gradient of the rows is such a product, too: the cotangent, quantized for 128 elements along the dimension that is
 contracted then, is multiplied by the same quantized weights. The gradient of the weights contracts the rows of each
@@ -18,6 +19,7 @@ its row or its column.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -35,7 +37,6 @@ from xen_moe_jax.experts.arrived import ArrivedRows
 from xen_moe_jax.experts.function import ExpertFunction
 from xen_moe_jax.experts.grouped_matmul import warn_once
 
-_FORMAT = Wire(DTYPE)
 Weight = jax.Array | QuantizedWeight | Float8Weight
 
 
@@ -51,14 +52,28 @@ def grouped_matmul(rows: jax.Array | ArrivedRows, weights: Weight, group_sizes: 
     Raises:
       ValueError: a `QuantizedWeight` of another format.
     """
-    check_weights(weights)
+    return _grouped_matmul(DTYPE, rows, weights, group_sizes)
+
+
+def in_int8(rows: jax.Array | ArrivedRows, weights: Weight, group_sizes: jax.Array) -> jax.Array:
+    """Returns what `grouped_matmul` does, in int8; a `QuantizedWeight` is of int8 in blocks of 128 x 128.
+
+    Raises:
+      ValueError: the weights are a `QuantizedWeight` of another format, or a `Float8Weight`.
+    """
+    return _grouped_matmul("int8", rows, weights, group_sizes)
+
+
+def _grouped_matmul(dtype: str, rows: jax.Array | ArrivedRows, weights: Weight, group_sizes: jax.Array) -> jax.Array:
+    check_weights(weights, dtype)
     x, arrived, weights, group_sizes = vary_all((*parts_of(rows), weights, group_sizes))
     if isinstance(weights, QuantizedWeight):
-        return _multiply(x, arrived, None, weights.values, weights.scales, group_sizes)
+        return _multiply(dtype, x, arrived, None, weights.values, weights.scales, group_sizes)
     if isinstance(weights, Float8Weight):
         _, a, b = weights.shape
-        return _multiply(x, arrived, weights.master, weights.values[:, :a, :b], weights.scales, group_sizes)
-    return _multiply(x, arrived, weights, *quantize_weights(jax.lax.stop_gradient(weights)), group_sizes)
+        return _multiply(dtype, x, arrived, weights.master, weights.values[:, :a, :b], weights.scales, group_sizes)
+    codes = quantize_weights(jax.lax.stop_gradient(weights), dtype)
+    return _multiply(dtype, x, arrived, weights, *codes, group_sizes)
 
 
 def by_hopper(rows: jax.Array | ArrivedRows, weights: Weight, group_sizes: jax.Array) -> jax.Array:
@@ -81,7 +96,7 @@ def automatic(rows: jax.Array | ArrivedRows, weights: Weight, group_sizes: jax.A
 
 
 MATMULS = grouped_matmul, by_hopper, automatic
-"""The functions that `choose` returns for experts in fp8."""
+"""The functions that `choose` returns for experts in fp8; `in_int8` is the one for int8."""
 
 
 def by_kernels(function: Any, rows: jax.Array | ArrivedRows, weights: Weight) -> bool:
@@ -114,12 +129,14 @@ def check_supported(rows: jax.Array | ArrivedRows, weights: Weight) -> None:
         raise ValueError(f"experts in {DTYPE} with grouped_matmul='hopper': {reason}; use 'auto' or 'ragged_dot'")
 
 
-def check_weights(weights: Weight) -> None:
-    """Raises ValueError for a `QuantizedWeight` of another format."""
-    if not isinstance(weights, QuantizedWeight) or (weights.dtype, weights.block) == (jnp.dtype(DTYPE), (BLOCK, BLOCK)):
+def check_weights(weights: Weight, dtype: str = DTYPE) -> None:
+    """Raises ValueError for weights that are quantized in another format than that of experts in `dtype`."""
+    if isinstance(weights, Float8Weight) and dtype != DTYPE:
+        raise ValueError(f"experts in {dtype} with a Float8Weight: pass its master")
+    if not isinstance(weights, QuantizedWeight) or (weights.dtype, weights.block) == (jnp.dtype(dtype), (BLOCK, BLOCK)):
         return
     raise ValueError(
-        f"experts in {DTYPE} with weights in {weights.dtype} and blocks of {weights.block}: must be {DTYPE} in "
+        f"experts in {dtype} with weights in {weights.dtype} and blocks of {weights.block}: must be {dtype} in "
         f"blocks of {(BLOCK, BLOCK)}; load them without keep_quantised, or leave expert_dtype None"
     )
 
@@ -149,14 +166,14 @@ def is_quantized(weight: Any) -> bool:
     return isinstance(weight, QuantizedWeight | Float8Weight)
 
 
-def quantize_weights(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Quantizes weights `[L, A, B]` by the rule of rows for the 128 x 128 elements of a block: returns fp8 `[L, A, B]`
-    and float32 scales `[L, ceil(A / 128), ceil(B / 128)]`."""
+def quantize_weights(weights: jax.Array, dtype: str = DTYPE) -> tuple[jax.Array, jax.Array]:
+    """Quantizes weights `[L, A, B]` by the rule of rows for the 128 x 128 elements of a block: returns `[L, A, B]` in
+    `dtype` and float32 scales `[L, ceil(A / 128), ceil(B / 128)]`."""
     local, rows, columns = weights.shape
     above, beside = -(-rows // BLOCK), -(-columns // BLOCK)
     weights = jnp.pad(weights, ((0, 0), (0, above * BLOCK - rows), (0, beside * BLOCK - columns)))
     blocks = weights.reshape(local, above, BLOCK, beside, BLOCK).swapaxes(2, 3)
-    values, scales = quantize_arrays(blocks.reshape(local, above, beside, BLOCK * BLOCK), _FORMAT, BLOCK * BLOCK)
+    values, scales = quantize_arrays(blocks.reshape(local, above, beside, BLOCK * BLOCK), Wire(dtype), BLOCK * BLOCK)
     values = values.reshape(blocks.shape).swapaxes(2, 3).reshape(weights.shape)
     return values[:, :rows, :columns], scales[..., 0]
 
@@ -173,34 +190,38 @@ def codes_of(weights: jax.Array) -> Float8Weight:
     return Float8Weight(values, scales, values.swapaxes(1, 2), scales.swapaxes(1, 2), padding=padding)
 
 
-@jax.custom_vjp
-def _multiply(rows: Any, arrived: Any, master: Any, values: Any, scales: Any, group_sizes: Any) -> Any:
-    """Returns `[C, B]` in the rows' dtype. `master` are the floating-point weights of which `values` and `scales` are
-    made, and which get the gradient; None where the weights are given quantized."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply(
+    dtype: str, rows: Any, arrived: Any, master: Any, values: Any, scales: Any, group_sizes: Any
+) -> jax.Array:
+    """Returns `[C, B]` in the rows' dtype, by operands in `dtype`. `master` are the floating-point weights of which
+    `values` and `scales` are made, and which get the gradient; None where the weights are given quantized."""
     del master
-    return _product(*_quantized(rows, arrived), values, scales, group_sizes).astype(rows.dtype)
+    return _product(*_quantized(dtype, rows, arrived), values, scales, group_sizes).astype(rows.dtype)
 
 
-def _quantized(rows: Any, arrived: BlockScaled | None) -> tuple[jax.Array, jax.Array]:
-    return quantize_arrays(rows, _FORMAT) if arrived is None else (arrived.values, arrived.scales)
+def _quantized(dtype: str, rows: Any, arrived: BlockScaled | None) -> tuple[jax.Array, jax.Array]:
+    return quantize_arrays(rows, Wire(dtype)) if arrived is None else (arrived.values, arrived.scales)
 
 
-def _forward(rows: Any, arrived: Any, master: Any, values: Any, scales: Any, group_sizes: Any) -> tuple[Any, Any]:
-    quantized = _quantized(rows, arrived)
+def _forward(
+    dtype: str, rows: Any, arrived: Any, master: Any, values: Any, scales: Any, group_sizes: Any
+) -> tuple[Any, Any]:
+    quantized = _quantized(dtype, rows, arrived)
     out = _product(*quantized, values, scales, group_sizes).astype(rows.dtype)
     # The backward pass reads the dtypes of these arrays without elements.
     dtypes = jnp.zeros((0,), rows.dtype), None if master is None else jnp.zeros((0,), master.dtype)
     return out, (*quantized, values, scales, group_sizes, *dtypes)
 
 
-def _backward(kept: Any, cotangent: Any) -> tuple[Any, ...]:
+def _backward(dtype: str, kept: Any, cotangent: Any) -> tuple[Any, ...]:
     row_values, row_scales, values, scales, group_sizes, of_rows, of_master = kept
     transposed = values.swapaxes(1, 2), scales.swapaxes(1, 2)
-    by_rows = _product(*quantize_arrays(cotangent, _FORMAT), *transposed, group_sizes).astype(of_rows.dtype)
+    by_rows = _product(*quantize_arrays(cotangent, Wire(dtype)), *transposed, group_sizes).astype(of_rows.dtype)
     by_master = None
     if of_master is not None:
         rows = dequantize_arrays(row_values, row_scales, jnp.float32)
-        by_master = _contract_rows(rows, cotangent.astype(jnp.float32), group_sizes).astype(of_master.dtype)
+        by_master = _contract_rows(dtype, rows, cotangent.astype(jnp.float32), group_sizes).astype(of_master.dtype)
     return by_rows, None, by_master, None, None, None
 
 
@@ -210,22 +231,30 @@ _multiply.defvjp(_forward, _backward)
 def _product(
     row_values: jax.Array, row_scales: jax.Array, values: jax.Array, scales: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
-    """Returns float32 `[C, B]`: rows in fp8 `[C, A]`, with scales `[C, ceil(A / 128)]`, times weights in fp8
+    """Returns float32 `[C, B]`: quantized rows `[C, A]`, with scales `[C, ceil(A / 128)]`, times quantized weights
     `[L, A, B]`, with scales `[L, ceil(A / 128), ceil(B / 128)]`."""
     count, depth = row_values.shape
     group = jnp.minimum(experts_of_rows(group_sizes, count), values.shape[0] - 1)
     total = None
     for k in range(row_scales.shape[1]):
         block = slice(k * BLOCK, min((k + 1) * BLOCK, depth))
-        left, right = row_values[:, block].astype(jnp.bfloat16), values[:, block].astype(jnp.bfloat16)
-        part = jax.lax.ragged_dot(left, right, group_sizes, preferred_element_type=jnp.float32)
+        left, right, sums = _factors(row_values[:, block], values[:, block])
+        part = jax.lax.ragged_dot(left, right, group_sizes, preferred_element_type=sums).astype(jnp.float32)
         of_columns = jnp.repeat(scales[:, k][group], BLOCK, axis=1)[:, : values.shape[2]]
         part = part * (row_scales[:, k, None] * of_columns)
         total = part if total is None else total + part
     return jnp.zeros((count, values.shape[2]), jnp.float32) if total is None else total
 
 
-def _contract_rows(rows: jax.Array, cotangent: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def _factors(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+    """Returns quantized factors as they are multiplied, and the dtype of sums of 128 products: int8 has exact sums in
+    int32; fp8 becomes bfloat16, which holds each of its numbers."""
+    if left.dtype == jnp.int8:
+        return left, right, jnp.int32
+    return left.astype(jnp.bfloat16), right.astype(jnp.bfloat16), jnp.float32
+
+
+def _contract_rows(dtype: str, rows: jax.Array, cotangent: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Returns float32 `[L, A, B]` for float32 `rows [C, A]` and `cotangent [C, B]`: of each group the rows, transposed,
     times its rows of the cotangent, both quantized for 128 rows of a column."""
     count, local = rows.shape[0], group_sizes.shape[0]
@@ -242,16 +271,15 @@ def _contract_rows(rows: jax.Array, cotangent: jax.Array, group_sizes: jax.Array
         """Returns values `[blocks, N, 128]` and scales `[blocks, N]` of an array `[C, N]`."""
         spread = jnp.zeros((blocks * BLOCK, array.shape[1]), jnp.float32)
         spread = vary(spread, varying_axes(array)).at[place].set(array, mode="drop")
-        values, scales = quantize_arrays(spread.reshape(blocks, BLOCK, -1).swapaxes(1, 2), _FORMAT)
+        values, scales = quantize_arrays(spread.reshape(blocks, BLOCK, -1).swapaxes(1, 2), Wire(dtype))
         return values, scales[..., 0]
 
     owner = jnp.minimum(experts_of_rows(of_group, blocks), local - 1)  # blocks behind the last one hold zeros
 
     def add(total: jax.Array, block: Any) -> tuple[jax.Array, None]:
         (left, left_scales), (right, right_scales), expert = block
-        products = jnp.einsum(
-            "ar,br->ab", left.astype(jnp.bfloat16), right.astype(jnp.bfloat16), preferred_element_type=jnp.float32
-        )
+        left, right, sums = _factors(left, right)
+        products = jnp.einsum("ar,br->ab", left, right, preferred_element_type=sums).astype(jnp.float32)
         return total.at[expert].add(products * (left_scales[:, None] * right_scales[None, :])), None
 
     start = jnp.zeros((local, rows.shape[1], cotangent.shape[1]), jnp.float32)
@@ -260,20 +288,22 @@ def _contract_rows(rows: jax.Array, cotangent: jax.Array, group_sizes: jax.Array
 
 
 def wire_of_rows(function: ExpertFunction, wire: Any) -> Wire | None:
-    """Returns the parsed `wire` if the experts of `function` are in fp8 and multiply its rows as they arrive; None if
-    they quantize the rows again, or are not in fp8."""
-    if function.grouped_matmul not in MATMULS or function.apply_weights_to == "input" or wire is None:
+    """Returns the parsed `wire` if the experts of `function` are quantized and multiply its rows as they arrive; None
+    if they quantize the rows again, or are not quantized."""
+    matmul = function.grouped_matmul
+    if matmul not in (*MATMULS, in_int8) or function.apply_weights_to == "input" or wire is None:
         return None
     parsed = parse_wire(wire)
-    return parsed if parsed is not None and parsed.dtype == DTYPE else None
+    return parsed if parsed is not None and parsed.dtype == ("int8" if matmul is in_int8 else DTYPE) else None
 
 
 def choose(dtype: Any, grouped: Any, experts: Any, layout: str, caller: str) -> Any:
     """Returns the grouped matmul of experts in `dtype`; with `dtype=None` that is `grouped`.
 
     Args:
-      dtype: None, or "float8_e4m3fn".
-      grouped: "auto", kernels where there are any; "ragged_dot", plain JAX; or "hopper", the kernels for Hopper GPUs.
+      dtype: None, "float8_e4m3fn" or "int8".
+      grouped: "auto", kernels where there are any; "ragged_dot", plain JAX; or "hopper", the kernels for Hopper GPUs,
+        which int8 has not.
       experts: None; another value of `MoEConfig.experts` is refused.
       layout: "grouped"; the other one is refused.
       caller: the name of the argument `dtype`, for messages.
@@ -283,14 +313,17 @@ def choose(dtype: Any, grouped: Any, experts: Any, layout: str, caller: str) -> 
     """
     if dtype is None:
         return grouped
-    if dtype != DTYPE:
-        raise ValueError(f"{caller}={dtype!r}: must be None or {DTYPE!r}")
-    by_name = {"auto": automatic, "ragged_dot": grouped_matmul, "hopper": by_hopper}
+    if dtype not in (DTYPE, "int8"):
+        raise ValueError(f"{caller}={dtype!r}: must be None, {DTYPE!r} or 'int8'")
+    in_fp8 = {"auto": automatic, "ragged_dot": grouped_matmul, "hopper": by_hopper}
+    by_name = in_fp8 if dtype == DTYPE else {"auto": in_int8, "ragged_dot": in_int8}
+    chosen = {function: name for name, function in in_fp8.items()} | {in_int8: "auto"}
+    grouped = chosen.get(grouped, grouped)  # a config that is made from another one has a function
     for name, value, unset in (
-        ("grouped_matmul", grouped, (*by_name, *MATMULS)),
+        ("grouped_matmul", grouped, tuple(by_name)),
         ("experts", experts, (None,)),
         ("layout", layout, ("grouped",)),
     ):
         if value not in unset:
             raise ValueError(f"{caller}={dtype!r} with {name}={value!r}: it has a matmul of its own; use {unset[0]!r}")
-    return by_name.get(grouped, grouped)
+    return by_name[grouped]

@@ -26,9 +26,8 @@ from xen_moe_jax._mesh import platform, vary_alike
 from xen_moe_jax._moe_primitives import HANDLE, ROWS
 from xen_moe_jax._overlap import is_pending
 from xen_moe_jax._replicated import own_sums
-from xen_moe_jax.experts import tpu_decode, tpu_decode_layer
+from xen_moe_jax.experts import float8, tpu_decode, tpu_decode_layer
 from xen_moe_jax.experts.combined import rows_for_experts, run_experts, sent_as
-from xen_moe_jax.experts.float8 import is_quantized
 from xen_moe_jax.experts.function import ExpertFunction
 from xen_moe_jax.experts.mlp import built_in
 from xen_moe_jax.flax._config import MoEConfig
@@ -154,7 +153,7 @@ def _quantized_once(config: MoEConfig, weights: Any) -> Any:
 
     With `remat` it is not called, and each chunk quantizes the weights anew: codes that are kept for the backward pass
     are as large as the weights in bfloat16."""
-    if config.expert_dtype is None:
+    if config.expert_dtype != float8.DTYPE:
         return weights
     matrices = not_quantized(weights)
     return weights | {name: codes.of(matrices[name]) for name, codes in xm.quantize_weights(matrices).items()}
@@ -163,7 +162,7 @@ def _quantized_once(config: MoEConfig, weights: Any) -> Any:
 def not_quantized(weights: Any) -> dict[str, jax.Array]:
     """Returns the weights of experts that are arrays, by name; the others have codes, or are absent."""
     given = {name: weights[name] for name in NAMES if weights.get(name) is not None}
-    return {name: weight for name, weight in given.items() if not is_quantized(weight)}
+    return {name: weight for name, weight in given.items() if not float8.is_quantized(weight)}
 
 
 def _overlaps(config: MoEConfig, chunk: Chunk, members: Members) -> bool:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from xen_moe_jax._float8_weight import BLOCK, Float8Weight
+from xen_moe_jax._float8_weight import BLOCK, DTYPE, Float8Weight
 from xen_moe_jax._quantized_weight import QuantizedWeight
 from xen_moe_jax.flax._config import MoEConfig
 
@@ -129,8 +129,10 @@ def check_blocks(name: str, weight: Any, spec: PartitionSpec, mesh: Any) -> None
 
 def check_codes(config: MoEConfig, mesh: Any) -> None:
     """Raises ValueError where a layer on `mesh` cannot take codes from `quantized_weights`."""
-    if config.expert_dtype is None:
-        raise ValueError("quantized weights with MoEConfig.expert_dtype=None: set 'float8_e4m3fn', or give no codes")
+    if config.expert_dtype != DTYPE:
+        raise ValueError(
+            f"quantized weights with MoEConfig.expert_dtype={config.expert_dtype!r}: set {DTYPE!r}, or give no codes"
+        )
     ranks = mesh.shape.get(config.tensor_axis, 1)
     if ranks > 1 and config.intermediate_size % (ranks * BLOCK):
         raise ValueError(

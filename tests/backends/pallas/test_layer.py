@@ -119,6 +119,23 @@ def test_a_decode_of_the_flax_layer_is_grouped_and_gathered():
     assert "xen_moe_decode_experts" in own and not tpu_layer_programs.matmul_kernels(text)
 
 
+@pytest.mark.tpu_aot
+def test_experts_in_int8_are_multiplied_in_int8():
+    """Each block of 128 of the contracted dimension is a grouped matmul of XLA's with sums in int32."""
+    pytest.importorskip("libtpu", reason="compiling for TPU needs libtpu: pip install 'xen-moe-jax[tpu]'")
+    mesh = tpu_topologies.mesh("v5e")
+    config = MoEConfig(
+        hidden_size=256, intermediate_size=128, num_experts=16, top_k=2, kernel=xm.KernelConfig(backend="pallas"),
+        expert_dtype="int8", wire="int8",
+    )  # fmt: skip
+    layer = linen.MoE(config, mesh=mesh)
+    x = jax.ShapeDtypeStruct((8 * 64, 256), jnp.bfloat16, sharding=NamedSharding(mesh, RANK_SPEC))
+    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
+    text = jax.jit(layer.apply).trace(variables, x).lower(lowering_platforms=("tpu",)).compile().as_text()
+    sums = re.findall(r"%ragged-dot-none\S* = (\w+)\[.* custom-call", text)
+    assert sums == ["s32"] * 5, sums  # gate and up: two blocks each; down: one
+
+
 STEP = re.compile(r"^\s*%xen_moe_(?:(start|done)|grouped_(products|transposed|by_weight))\S* = .*tpu_custom_call")
 
 
