@@ -4,15 +4,16 @@
     python benchmarks/layers/group_step.py --ranks 2 --gpus 2 [--json FILE]
     JAX_PLATFORMS=cpu python benchmarks/layers/group_step.py --ranks 2 --host
 
-Each line has a size of the decoder and microseconds a step on rank 0, medians over `REPEATS` runs of `STEPS` steps, in
-which the loops of a process take turns, each first as often as last: "job" is a job with experts at home; "job, placed"
-has the placement; "job, masked" has `active` in addition, as operations in a group must; "group, bare" is a group's
-program without the two calls that a loop in a group adds; and "group" has these calls, `boundary` and `check`, around
-every step, as the server has. In both loops of a group a thread looks after the members. A step ends when its tokens
-are on the host. "boundary and check" is the time of the two calls alone, in the loop "group", where caches are cold:
-the median over all steps. `cost` is the median over the repeats of "group" divided by "group, bare", which a busy
-machine blurs; `calls` is "boundary and check" divided by "group, bare". In the job the exchange is that of one process
-per GPU (NVSHMEM); in the group it is CUDA IPC memory.
+Each line has a size of the decoder and microseconds a step on rank 0, medians of `STEPS` steps. The loops of a
+process take turns after every step, each first as often as last, so that a machine which slows down slows all of
+them: "job" is a job with experts at home; "job, placed" has the placement; "job, masked" has `active` in addition, as
+operations in a group must; "group, bare" is a group's program without the two calls that a loop in a group adds; and
+"group" has these calls, `boundary` and `check`, around every step, as the server has. In both loops of a group a
+thread looks after the members. A step ends when its tokens are on the host. "boundary and check" is the time of the
+two calls alone, in the loop "group", where caches are cold. `cost` is one plus the median of the difference of
+"group" and "group, bare" in a turn, divided by the median of "group, bare"; `calls` is "boundary and check" divided
+by "group, bare". In the job the exchange is that of one process per GPU (NVSHMEM); in the group it is CUDA IPC
+memory.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SIZES: dict[str, dict[str, int]] = {
         "HIDDEN": 2048, "LAYERS": 4, "EXPERTS": 128, "TOP_K": 8, "WIDTH": 768, "ROWS": 32, "LENGTH": 128, "SLOTS": 64,
     },
 }  # fmt: skip
-STEPS, REPEATS = 100, 9
+STEPS, WARM_STEPS = 600, 60
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -74,19 +75,14 @@ def weights(serve: Any) -> tuple[Any, Any]:
 
 
 def times_of(steps: dict[str, Any], states: dict[str, Any]) -> dict[str, list[float]]:
-    """Returns microseconds a step of each loop, for each repeat. The first repeat is dropped."""
+    """Returns the microseconds of each step of each loop. The first `WARM_STEPS` are dropped."""
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for repeat in range(REPEATS + 1):
-        for name in [*steps][:: 1 if repeat % 2 else -1]:
-            step, state = steps[name], states[name]
-            for _ in range(STEPS // 5):
-                state = step(state)
+    for turn in range(WARM_STEPS + STEPS):
+        for name in [*steps][:: 1 if turn % 2 else -1]:
             began = time.perf_counter()
-            for _ in range(STEPS):
-                state = step(state)
-            times[name].append((time.perf_counter() - began) / STEPS * 1e6)
-            states[name] = state
-    return {name: values[1:] for name, values in times.items()}
+            states[name] = steps[name](states[name])
+            times[name].append((time.perf_counter() - began) * 1e6)
+    return {name: values[WARM_STEPS:] for name, values in times.items()}
 
 
 def inputs(serve: Any) -> tuple[Any, Any, Any]:
@@ -159,7 +155,10 @@ def in_a_job(size: str, rank: int, ranks: int, port: str, host: bool) -> dict[st
 
     def spread(tree: Any) -> Any:
         return jax.tree.map(
-            lambda a: jax.make_array_from_process_local_data(NamedSharding(mesh, P("ep")), np.asarray(a)[None]), tree
+            lambda a: jax.make_array_from_single_device_arrays(
+                (ranks, *np.shape(a)), NamedSharding(mesh, P("ep")), [jnp.asarray(a)[None]]
+            ),
+            tree,
         )
 
     def step(dense: Any, experts: Any, cache: Any, tokens: Any, positions: Any, used: Any, options: Any) -> Any:
@@ -263,10 +262,10 @@ def main() -> None:
                     print(f"{size}: {name}: {statistics.median(values):.1f} us", flush=True)
                     found.setdefault(name, []).extend(values)
         us = {name: round(statistics.median(values), 1) for name, values in found.items()}
-        least = {name: round(min(values), 1) for name, values in found.items()}
-        cost = statistics.median(a / b for a, b in zip(found["group"], found["group, bare"], strict=True))
+        pairs = zip(found["group"], found["group, bare"], strict=True)
+        cost = round(1 + statistics.median(a - b for a, b in pairs) / us["group, bare"], 4)
         share = us["boundary and check"] / us["group, bare"]
-        line = {"size": size, "device": device, "ranks": given.ranks, "us": us, "least_us": least}
+        line = {"size": size, "device": device, "ranks": given.ranks, "us": us}
         lines.append({**line, "cost": cost, "calls": round(share, 4)})
         print(json.dumps(lines[-1]), flush=True)
     if given.json is not None:
