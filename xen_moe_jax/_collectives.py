@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xen_moe_jax import _jax_internals, _mesh, _shapes, _validate
+from xen_moe_jax import _jax_internals, _mesh, _shapes, _validate, backends
 from xen_moe_jax._collective_primitives import all_gather_p, all_to_all_p, ragged_all_to_all_p
 from xen_moe_jax._config import KernelConfig
 
@@ -150,6 +150,8 @@ def all_gather(
             return jax.lax.all_gather(x, axis_name, axis_index_groups=axis_index_groups, axis=axis, tiled=tiled, to=to)
     names, sizes = _validate.axes(axis_name, caller, most=8)
     groups = _validate.index_groups(axis_index_groups, sizes, caller)
+    if groups is None and len(sizes) <= 2:  # as for a dispatch, by which the CUDA backend gathers between nodes
+        config = backends.with_nodes(sizes, config)
 
     def one(leaf: Any) -> jax.Array:
         leaf = jnp.asarray(leaf)

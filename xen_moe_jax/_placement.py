@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import batching
 
-from xen_moe_jax import _active, _layout, _mesh, _nodes, _ranks
+from xen_moe_jax import _active, _layout, _mesh, _nodes, _ranks, backends
 from xen_moe_jax import _single_ops as ops
 from xen_moe_jax._collective_primitives import ragged_all_to_all_p
 from xen_moe_jax._config import DEFAULT_CONFIG, KernelConfig
@@ -292,7 +292,8 @@ def between_ranks(
       old_slots, new_slots: `S_old` and `S_new`.
     """
     sizes = tuple(_mesh.axis_size(name) for name in axis_name)
-    params = {"axis_name": axis_name, "axis_sizes": sizes, "config": config or DEFAULT_CONFIG}
+    config = backends.with_nodes(sizes, config or DEFAULT_CONFIG)
+    params = {"axis_name": axis_name, "axis_sizes": sizes, "config": config}
     operands = _mesh.vary_over([array, source, active, *pending], axis_name)
     return primitive.bind(*operands, **params, old_slots=old_slots, new_slots=new_slots)[0]
 

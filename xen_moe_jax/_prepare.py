@@ -287,7 +287,7 @@ def _static(
     if spec.num_tokens == 0 or spec.capacity == 0 or hidden == 0:
         config = dataclasses.replace(config, backend="reference")
     else:
-        config = backends.with_nodes(spec, config)
+        config = backends.with_nodes(spec.axis_sizes, config)
     _nodes.check(spec, config, caller)
     return Static(spec, wire, _validate.wire(gradient_wire, caller, name="gradient_wire"), config)
 

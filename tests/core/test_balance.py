@@ -17,7 +17,7 @@ import xen_moe_jax as xm
 from tests.support import oracle
 from tests.support.cases import ROUTINGS
 from tests.support.checks import assert_bits
-from xen_moe_jax import _home_sums, _layout
+from xen_moe_jax import _home_sums, _layout, backends
 
 R, S, E, T, K, H = 4, 4, 11, 12, 4, 16
 EP = P("ep")
@@ -265,6 +265,22 @@ def test_move_and_reduce_equal_plain_loops_inside_shard_map_and_outside(seed):
     table = xm.balance.moves(old, new)
     assert (table[:, 0] * S + table[:, 1] == source[table[:, 2] * S + table[:, 3]]).all()
     assert len(table) == (source >= 0).sum()
+
+
+def test_moved_weights_and_gathered_arrays_know_the_nodes_of_the_job(monkeypatch):
+    """Where the backend finds several nodes, weights move by XLA's collectives, as with `ranks_per_node` given."""
+    monkeypatch.setattr(backends, "ranks_per_node", lambda sizes, backend: 2)
+    weights = jnp.zeros((R * S, 3))
+
+    def body(weights):
+        moved = new.move(weights, old, new, axis_name="ep")
+        return new.reduce(moved, old, axis_name="ep"), xm.all_gather(weights, "ep")
+
+    old, new = random_placement(0), random_placement(5)
+    traced = jax.make_jaxpr(jax.shard_map(body, mesh=mesh(), in_specs=EP, out_specs=EP))(weights)
+    (inner,) = (e.params["jaxpr"] for e in traced.eqns if "jaxpr" in e.params)
+    found = {e.primitive.name: e.params["config"].ranks_per_node for e in inner.eqns if "config" in e.params}
+    assert len(found) == 3 and set(found.values()) == {2}, found
 
 
 def test_an_expert_that_is_nowhere_is_nan_and_named():

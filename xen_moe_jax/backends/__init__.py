@@ -74,11 +74,11 @@ def load(name: str) -> Backend:
     return backend
 
 
-def with_nodes(spec: Spec, config: KernelConfig) -> KernelConfig:
-    """Returns `config`, with the backend's own `ranks_per_node` where it has none."""
+def with_nodes(axis_sizes: tuple[int, ...], config: KernelConfig) -> KernelConfig:
+    """Returns `config`, with the backend's own `ranks_per_node` for axes of these sizes where it has none."""
     if config.ranks_per_node is not None:
         return config
-    found = ranks_per_node(spec.axis_sizes, config.backend)
+    found = ranks_per_node(axis_sizes, config.backend)
     return config if found is None else dataclasses.replace(config, ranks_per_node=found)
 
 
