@@ -130,6 +130,23 @@ def test_one_that_is_stopped_for_too_long_is_left_out_and_spoils_nothing(ranks, 
     assert again.is_alive()
 
 
+@pytest.mark.parametrize(("after", "most"), [(0.05, 2.0), (2.8, 1.2)], ids=["in a step", "in the agreement"])
+def test_a_kill_while_another_rank_is_stopped(ranks, after, most):
+    """The others wait for a stopped rank for 1.5 s from the kill on where they are in a step, in which the killed rank
+    has done its part. Where they agree, 1.5 s after the stop, the kill of a second stopped rank gives the first one no
+    further time."""
+    start, words = ranks
+    _, stopped, killed = [start(slot, 3, timeout_s=1.5) for slot in range(3)]
+    until(lambda: min(words[0], words[2], words[4]) > 3)
+    for process in [stopped] if after < 1.5 else [stopped, killed]:
+        os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(after)
+    before, began = words[0], time.monotonic()
+    os.kill(killed.pid, signal.SIGKILL)
+    until(lambda: words[0] > before)
+    assert time.monotonic() - began < most
+
+
 def never(member, waited_s):
     raise GaveUp("no wait in this test")
 

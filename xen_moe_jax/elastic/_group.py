@@ -421,7 +421,8 @@ class Group:
             if (view, member) not in told and member != self.rank and self._membership.gone(member):
                 self._kernels.mark_dead(member)
                 told.add((view, member))
-        if (view, -1) not in told and view and self._membership.interrupted():
+        given_up = self._membership.interrupted() or self._membership.waits_in_vain()
+        if (view, -1) not in told and view and given_up:
             self._kernels.interrupt()
             told.add((view, -1))
 
@@ -452,6 +453,8 @@ class Group:
             raise GaveUp(f"the process of rank {member} has ended")
         if self._membership.interrupted():
             raise GaveUp(f"the other members of view {self.view} have given up this step")
+        if waited_s > self._timeout_s / 8 and any(map(self._membership.gone, self._membership.members)):
+            raise GaveUp(f"a member has ended, and rank {member} did not start an operation")
         if waited_s > self._timeout_s:
             raise GaveUp(
                 f"rank {member} did not start an operation, and rank {self.rank} gave up after {waited_s:.1f} s"

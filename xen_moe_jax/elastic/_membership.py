@@ -110,6 +110,7 @@ class Membership:
         self.members: tuple[int, ...] = (self.slot,)
         self.memory: Memory | None = None
         self._newer = 0, 0.0  # the newest proposal that `interrupted` has found, and when
+        self._gone_at: float | None = None  # when this process first found that a member of this view has ended
 
     def _claim(self, slot: int | None) -> tuple[int, str]:
         """Takes a slot that no living process has; returns it and the identity of this claim. A dead member's slot
@@ -186,7 +187,16 @@ class Membership:
 
     def gone(self, slot: int) -> bool:
         """Returns True if the member in this slot has ended, or has left the group."""
-        return self._away(slot, self._identities[slot])
+        away = self._away(slot, self._identities[slot])
+        if away and self._gone_at is None:
+            self._gone_at = time.monotonic()
+        return away
+
+    def waits_in_vain(self) -> bool:
+        """Returns True if the step cannot end because of members that have ended, although they are not awaited: an
+        eighth of the time limit has gone by since this process has found the first of them. Another member, which is
+        stopped or slow, then holds up the step, and the agreement on the members need not wait for that."""
+        return self._gone_at is not None and time.monotonic() - self._gone_at > self._timeout_s / 8
 
     def _away(self, slot: str | int, identity: str) -> bool:
         """Returns True if the process with this identity in `slot` has ended, or has left the group."""
@@ -354,6 +364,10 @@ class Membership:
           Evicted: the newest proposal does not name this process.
         """
         before = dict(self._identities) if old else {}
+        limits: dict[str, float] = {}  # of members that have arrived at no proposal yet: until when they are awaited
+        now, limit = time.monotonic(), None
+        if self._gone_at is not None:  # the others have been awaited since then, but may be late by half of the limit
+            limit = max(self._gone_at + self._timeout_s, now + self._timeout_s / 2)
         while True:
             with self._board.locked():
                 state = self._board.read()
@@ -370,21 +384,24 @@ class Membership:
                 if members.get(slot) != identity:
                     self._shut_out(slot, identity)
             self._identities = members
+            for identity in members.values():
+                limits.setdefault(identity, limit or time.monotonic() + self._timeout_s)
+            limit = None
             shown = None if self.memory is None else self.memory.arrive()
             says = {"old": old, "step": step, "share": base64.b64encode(share).decode(), "memory": shown}
             says["wanted"] = wanted
             self._board.put(f"arrived.{number}.{self.slot}", says)
-            arrived = self._await("arrived", number, sorted(members))
+            arrived = self._await("arrived", number, limits)
             if arrived is None:
                 continue
             if self.memory is None:
                 break
             self.memory.adopt(number, {s: a["memory"] for s, a in arrived.items()})
             self._board.put(f"adopted.{number}.{self.slot}", True)  # no rank stores where another has yet to clear
-            if self._await("adopted", number, sorted(members)) is not None:
+            if self._await("adopted", number, {}) is not None:
                 break
         olds = {s: a for s, a in arrived.items() if a["old"]}
-        self.number, self.members = number, tuple(sorted(members))
+        self.number, self.members, self._gone_at = number, tuple(sorted(members)), None
         for path in self._board.folder.glob(f"a*.*.{self.slot}"):
             if int(path.name.split(".")[1]) < number - 1:  # others may still read the newest two
                 path.unlink(missing_ok=True)
@@ -429,21 +446,29 @@ class Membership:
         self.propose(urgent=False)
         return self.settle(settled.step, settled.share)
 
-    def _await(self, stage: str, number: int, members: list[int]) -> dict[int, Any] | None:
+    def _await(self, stage: str, number: int, limits: dict[str, float]) -> dict[int, Any] | None:
         """Waits for the files that the members write in a stage, "arrived" or "adopted", of proposal `number`. Returns
-        their values by slot; None where there is a newer proposal."""
-        limit = time.monotonic() + self._timeout_s
+        their values by slot; None where there is a newer proposal.
+
+        `limits`: by identity, when a member that has not come is left out; a member that it does not name has the whole
+        time limit. A member that has come is removed. So no number of further proposals makes the others wait longer
+        for a member that is stopped.
+        """
+        late = time.monotonic() + self._timeout_s
         arrived: dict[int, Any] = {}
         while True:
-            for slot in members:
+            for slot, identity in self._identities.items():
                 if slot not in arrived and (says := self._board.get(f"{stage}.{number}.{slot}")) is not None:
                     arrived[slot] = says
+                    limits.pop(identity, None)
             if self._board.words[PROPOSAL] != number:
                 return None
-            missing = [slot for slot in members if slot not in arrived]
+            missing = {slot: i for slot, i in self._identities.items() if slot not in arrived}
             if not missing:
                 return arrived
-            gone = tuple(s for s in missing if self.gone(s)) or (tuple(missing) if time.monotonic() > limit else ())
+            now = time.monotonic()
+            gone = tuple(s for s in missing if self.gone(s))
+            gone = gone or tuple(s for s, identity in missing.items() if now > limits.get(identity, late))
             if gone:
                 with self._board.locked():
                     state = self._board.read()
