@@ -237,7 +237,16 @@ def check(part: int, name: str, seconds: float, commands: Any, about: str, **cha
 
 def timing(part: int, name: str, seconds: float, commands: Any, about: str, turn: str = "own") -> Step:
     """Returns a step that measures; its `turn` is that of `tools.steps.Step`."""
-    return Step(f"four{part}-{name}", seconds, commands, False, LITTLE_MEMORY, about, together=turn == "own", turn=turn)
+    return Step(
+        f"four{part}-{name}",
+        seconds,
+        commands,
+        False,
+        LITTLE_MEMORY,
+        about,
+        together=turn in ("early", "own"),
+        turn=turn,
+    )
 
 
 STEPS = (
@@ -258,8 +267,8 @@ STEPS = (
     timing(2, "link", 40, link, "bare pushes over NVLink", "first"),
     check(2, "native", 300, native_programs, "native programs are built"),
     timing(2, "kernels", 60, kernels_alone, "kernels without JAX", "alone"),
-    timing(2, "ops", 420, suite, "dispatch, combine, round trip"),
-    timing(2, "jax", 420, jax_best, "JAX at its best"),
+    timing(2, "ops", 420, suite, "dispatch, combine, round trip", "early"),
+    timing(2, "jax", 420, jax_best, "JAX at its best", "early"),
     timing(3, "layers", 400, routed_mlp, "moe_mlp over its experts"),
     timing(3, "float8", 400, in_float8, "the same with experts in fp8"),
     timing(3, "train", 400, train, "a training step of 1 B parameters"),

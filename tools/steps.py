@@ -28,8 +28,8 @@ class Step:
       together: True if the commands run side by side, each of them to its end; False if they run one after another, and
         a failed one is the last.
       turn: when `side_by_side` runs the step: "first", before all others; "shared", beside other steps that share;
-        "alone", while no such step runs and no timing measures; "own", beside all of these, with commands that take
-        turns by themselves (--lock).
+        "alone", while no such step runs and no timing measures; "early" and "own", beside all of these, with commands
+        that take turns by themselves (--lock), where those of "own" start when all of "early" have ended.
     """
 
     name: str
@@ -139,13 +139,15 @@ def turn(path: str, kind: str) -> Iterator[None]:
 def side_by_side(steps: list[Step], seconds: float, run: Callable[[Step, float], None], lock: str) -> None:
     """Calls `run(step, limit in seconds)` for each step: first those whose turn is "first", then the others in threads.
 
-    Steps whose turn is "own" or "alone" start up to `STAGGER` later than those that share: programs that see all GPUs
-    and start at the same time wait for one another in the driver. `lock` is the file of `turn`; a limit ends with the
+    Steps whose turn is not "shared" start up to `STAGGER` later than those that share: programs that see all GPUs and
+    start at the same time wait for one another in the driver. XLA times candidates for the matmuls of a program while
+    it compiles it, which disturbs a measurement beside it: programs with such matmuls do not belong in an "early" step.
+    `lock` is the file of `turn`; a limit ends with the
     step's own `seconds` or with those of the whole call, whichever is less.
     """
     began = time.monotonic()
     shared = [step for step in steps if step.turn == "shared"]
-    others = [step for step in steps if step.turn in ("alone", "own")]
+    early, others = ([step for step in steps if step.turn in turns] for turns in (("early",), ("alone", "own")))
     holding = threading.Barrier(len(shared) + 1)
 
     def one(step: Step) -> None:
@@ -161,7 +163,9 @@ def side_by_side(steps: list[Step], seconds: float, run: Callable[[Step, float],
         waiting = [pool.submit(one, step) for step in shared]
         holding.wait()  # all checks hold the lock: no timing measures before they have ended
         futures.wait(waiting, STAGGER)
-        for future in [*waiting, *(pool.submit(one, step) for step in others)]:
+        before = [pool.submit(one, step) for step in early]
+        futures.wait(before)
+        for future in [*waiting, *before, *(pool.submit(one, step) for step in others)]:
             future.result()
 
 

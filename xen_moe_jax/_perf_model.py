@@ -36,7 +36,7 @@ class Links:
     Attributes:
       fast, fast_small: bandwidth inside a node, for large batches and for batches up to `SMALL_BATCH` tokens a rank.
         The defaults are slopes of measured time over bytes on H200s over NVLink: bfloat16 on four GPUs for large
-        batches, every dtype on two and four GPUs for small ones.
+        batches, every dtype of 32 and 128 tokens on four GPUs and of 128 on two for small ones.
       fixed, fixed_small: seconds that an operation takes beside its bytes, for (dispatch, combine). The defaults are
         the intercepts of the same lines.
       memory: rate at which a rank places the rows of a dispatch or adds up the rows of a combine, a row's bytes counted
@@ -58,9 +58,9 @@ class Links:
     """
 
     fast: float = 333e9
-    fast_small: float = 303e9
+    fast_small: float = 290e9
     fixed: tuple[float, float] = (25.8e-6, 18.8e-6)
-    fixed_small: tuple[float, float] = (11.0e-6, 15.8e-6)
+    fixed_small: tuple[float, float] = (9.0e-6, 10.8e-6)
     memory: float = 2.09e12
     slow: float = 45e9
     hop: tuple[float, float] = (25e-6, 70e-6)

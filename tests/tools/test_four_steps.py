@@ -30,18 +30,19 @@ def test_a_timing_runs_while_no_check_runs(tmp_path):
     def run(step: steps.Step, seconds: float) -> None:
         if step.turn == "shared":
             both.wait(10)  # raises unless both checks run side by side
-        with turns.alone(lock if step.turn == "own" else None):
+        with turns.alone(lock if step.turn in ("early", "own") else None):
             began = time.monotonic()
             time.sleep(0.1)
             with mutex:
                 at[step.name] = (began, time.monotonic(), seconds)
 
-    kinds = {"own": "own", "a": "shared", "alone": "alone", "b": "shared", "first": "first", "another": "own"}
+    kinds = {"own": "own", "a": "shared", "alone": "alone", "b": "shared", "first": "first", "early": "early"}
     made = [steps.Step(name, 50.0, lambda _: [], turn=turn) for name, turn in kinds.items()]
     steps.side_by_side(made, 60.0, run, lock)
     assert at.keys() == kinds.keys() and all(0 < seconds <= 50 for *_, seconds in at.values())
     assert at["first"][1] < min(at["a"][0], at["b"][0])
-    in_turn = sorted(at[name] for name in ("own", "alone", "another"))
+    in_turn = sorted(at[name] for name in ("own", "alone", "early"))
+    assert in_turn[0] == at["early"]
     assert in_turn[0][0] >= max(at["a"][1], at["b"][1])
     assert all(one[1] <= other[0] for one, other in zip(in_turn, in_turn[1:], strict=False))
 
