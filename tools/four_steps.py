@@ -192,10 +192,15 @@ def node_processes(context: Any) -> Commands:
     """One process for each rank, with NCCL between virtual nodes."""
     if context.gpus < 4:
         return tests("test_node_processes.py", small="2x1 and start_and_done and throughput")(context)
-    shapes = "2x2", "4x1"
-    chosen = [f"{shape} and {mode} and every_case" for shape in shapes for mode in ("throughput", "low_latency")]
-    chosen += [f"{shape} and (start_and_done or every_subset)" for shape in shapes]
-    return tests("test_node_processes.py", *chosen, "(2x2 or 4x1) and (bytes or stopped) or server or found")(context)
+    layouts, modes = ("2x2", "4x1"), ("throughput", "low_latency")
+    chosen = [f"{x} and {mode} and every_case and {half}-" for x in layouts for mode in modes for half in (0, 1)]
+    chosen += [f"{x} and {mode} and (start_and_done or every_subset)" for x in layouts for mode in modes]
+    return tests("test_node_processes.py", *chosen, "(2x2 or 4x1) and bytes or found")(context)
+
+
+def killed_node_processes(context: Any) -> Commands:
+    """Alone: beside a job that killed a process, five others could not register a window of NCCL within 30 s."""
+    return tests("test_node_processes.py", "server or (2x2 or 4x1) and stopped", small="none")(context)
 
 
 def slow_link(context: Any) -> Commands:
@@ -276,6 +281,7 @@ STEPS = (
     timing(3, "flax", 400, whole_layers, "Flax layers beside JAX's ways"),
     check(4, "nodes-nccl", 420, node_processes, "virtual nodes of processes over NCCL"),
     check(4, "nodes", 400, tests("test_nodes.py", *NODES), "virtual nodes"),
+    timing(4, "nodes-killed", 200, killed_node_processes, "processes of nodes are stopped and killed", "alone"),
     timing(4, "slow-link", 120, slow_link, "a link of 50 GB/s", "alone"),
     timing(4, "profile", 120, profile, "the tuner's profile", "alone"),
     check(5, "elastic", 240, elastic, "a server of four processes", XLA_PYTHON_CLIENT_MEM_FRACTION="0.1"),
