@@ -1,7 +1,8 @@
 """`python -m benchmarks.tpu.decode`: a decode layer compiled for TPUs without one, beside the reading of its weights.
 
-The layer is dispatch, experts and combine of the Flax layers with few tokens, on 8 devices. Its floor is the time in
-which HBM gives the weights of the experts that have rows. `NOTICE` says what is counted; nothing is measured.
+The layer is dispatch, experts and combine of the Flax layers with few tokens, on 8 devices, or on the 4 of a v5p-8. Its
+floor is the time in which HBM gives the weights of the experts that have rows. `NOTICE` says what is counted; nothing
+is measured.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ COMMAND = "; ".join(
         "",
         " --models DeepSeek-V3 --weights int8 float8_e4m3fn",
         f" --models {ANCHOR} --generations tpu7x --tokens 1 8",
+        " --generations v5p --devices 4",
     )
 )
 """Makes all rows of a file."""
@@ -113,15 +115,17 @@ def layer(config: Any, weights: Any, x: Any, topk_idx: Any, topk_weights: Any) -
     return through_experts(chosen, weights, Chunk(x, topk_idx, topk_weights))[0]
 
 
-def compile_layer(generation: str, model: Model, tokens: int, grouped_matmul: str, weights_dtype: str) -> Any:
-    """Compiles a layer of `RANKS` devices, whose weights are operands."""
+def compile_layer(
+    generation: str, model: Model, tokens: int, grouped_matmul: str, weights_dtype: str, ranks: int = RANKS
+) -> Any:
+    """Compiles a layer of `ranks` devices, whose weights are operands."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
     import xen_moe_jax as xm
 
-    mesh = tpu_topologies.mesh(generation)
+    mesh = tpu_topologies.mesh(generation, topology=tpu_topologies.TOPOLOGIES[generation].topology_of(ranks))
     config = config_of(model, grouped_matmul, xm.KernelConfig(backend="pallas"))
 
     def transposed(weights: Any, x: Any, topk_idx: Any, topk_weights: Any) -> Any:
@@ -143,7 +147,7 @@ def compile_layer(generation: str, model: Model, tokens: int, grouped_matmul: st
     if model.biased:
         weights |= {f"{name}_bias": struct(jnp.bfloat16, *narrow) for name in ("gate", "up")}
         weights["down_bias"] = struct(jnp.bfloat16, *wide)
-    slots = (model.top_k, RANKS * tokens)  # slots by tokens, as XLA keeps what a router has made
+    slots = (model.top_k, ranks * tokens)  # slots by tokens, as XLA keeps what a router has made
     routing = struct(jnp.int32, *slots, spec=of_slots), struct(jnp.float32, *slots, spec=of_slots)
     operands = struct(jnp.bfloat16, slots[1], model.hidden), *routing
     return jax.jit(mapped).trace(weights, *operands).lower(lowering_platforms=("tpu",)).compile()
@@ -224,15 +228,22 @@ def largest_copy(text: str) -> int:
 
 
 def one_row(
-    generation: str, name: str, tokens: int, grouped_matmul: str, weights_dtype: str, folder: str, seed: int
+    generation: str,
+    name: str,
+    tokens: int,
+    grouped_matmul: str,
+    weights_dtype: str,
+    ranks: int,
+    folder: str,
+    seed: int,
 ) -> dict[str, Any]:
     """One layer: compiled, and counted."""
     model = MODELS[name]
     program = tpu_bundles.compile_counted(
-        functools.partial(compile_layer, generation, model, tokens, grouped_matmul, weights_dtype), folder
+        functools.partial(compile_layer, generation, model, tokens, grouped_matmul, weights_dtype, ranks), folder
     )
-    row = {"generation": generation, "model": name, "tokens": tokens, "matmul": grouped_matmul}
-    return row | counted(program, generation, model, tokens, weights_dtype=weights_dtype, seed=seed)
+    row = {"generation": generation, "devices": ranks, "model": name, "tokens": tokens, "matmul": grouped_matmul}
+    return row | counted(program, generation, model, tokens, ranks, weights_dtype=weights_dtype, seed=seed)
 
 
 def counted(
@@ -399,6 +410,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     """Returns the lines of a Markdown table, one layer a line."""
     columns = [
         "chip",
+        "devices",
         "layer",
         "weights",
         "tokens",
@@ -410,10 +422,11 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         "XLA us",
     ]
     columns += ["wire us", "layer us", "ratio"]
-    lines = ["| " + " | ".join(columns) + " |", "|---|---|" + "---:|" * (len(columns) - 2)]
+    lines = ["| " + " | ".join(columns) + " |", "|---|---:|---|" + "---:|" * (len(columns) - 3)]
     for row in rows:
         cells = [
             row["generation"],
+            row["devices"],
             row["model"],
             row["weights"],
             row["tokens"],
@@ -435,6 +448,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="of a device")
     parser.add_argument("--grouped-matmul", default="auto", help="auto takes the decode kernel")
     parser.add_argument("--weights", nargs="+", choices=list(WEIGHTS), default=["bfloat16"], help="as they are in HBM")
+    parser.add_argument("--devices", type=int, default=RANKS, help="ranks of the layer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="write the figures here, and keep those of other layers that are there")
     parser.add_argument(
@@ -453,7 +467,8 @@ def main(arguments: list[str] | None = None) -> int:
         for name in options.models:
             for dtype, tokens in itertools.product(options.weights, options.tokens):
                 report.progress(f"{generation} {name} {dtype} {tokens}")
-                rows.append(one_row(generation, name, tokens, options.grouped_matmul, dtype, folder, options.seed))
+                layer_of = generation, name, tokens, options.grouped_matmul, dtype, options.devices
+                rows.append(one_row(*layer_of, folder, options.seed))
     document = {
         "command": COMMAND,
         "notice": NOTICE,
@@ -470,7 +485,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-key = operator.itemgetter("generation", "model", "tokens", "weights", "matmul")
+key = operator.itemgetter("generation", "devices", "model", "tokens", "weights", "matmul")
 """Returns what names the layer of a row: no two rows of a file have the same."""
 
 
@@ -486,7 +501,7 @@ def merged(path: str, document: dict[str, Any]) -> list[dict[str, Any]]:
 
     def place(row: dict[str, Any]) -> tuple[Any, ...]:
         numbers = chips.index(row["generation"]), models.index(row["model"]), weights.index(row["weights"])
-        return row["matmul"] != "auto", *numbers, row["tokens"]
+        return row["matmul"] != "auto", row["devices"] != RANKS, *numbers, row["tokens"]
 
     return sorted(rows.values(), key=place)
 

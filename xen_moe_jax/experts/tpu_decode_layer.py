@@ -33,10 +33,12 @@ from xen_moe_jax.pallas_kernels.peers import Axes
 
 MOST_ROWS = 96
 """Most rows of a matrix product of a whole layer: sums of 512 columns fill three quarters of the registers."""
-ROWS_OF_ONE_CORE = 64
-"""Most rows of a matrix product that one core of two multiplies beside its other work while HBM gives the weights. Its
-matrix units alone would need as long as HBM for 83 rows, on v5p. Weights of one byte, of which HBM gives twice as many
-and which are converted, are left to `decode_experts`."""
+FEW_ROWS, ROWS_OF_ONE_CORE = 32, 64
+"""With more rows of a matrix product than the first number two cores share a layer where it fits them, because one core
+is busy with other work as well: with 48 rows v5p needs 1.05 of the time of the weights where one core needs 1.12 to
+1.32. Up to the second number one core takes a layer that does not fit both. Its matrix units alone would need as long
+as HBM for 83 rows, on v5p. Weights of one byte, of which HBM gives twice as many and which are converted, are left to
+`decode_experts`."""
 MOST_AHEAD, LEAST_AHEAD = 96, 2
 """Slabs of weights that travel while a layer's rows do, at most and at least."""
 LEAST_KEPT = 512
@@ -258,21 +260,22 @@ def layer_pieces(
         return None
     mean = tokens * top_k / (local * part)
     rows = min(max(1, -(-int(mean + 2 * math.sqrt(mean)) // GROUP)) * GROUP, MOST_ROWS)
-    cores = chip_cores if rows > ROWS_OF_ONE_CORE else 1
-    if cores > 1 and (local % cores or ranks == 1) or chip_cores > 1 and matrices.scaled is not None:
+    if chip_cores > 1 and matrices.scaled is not None:
         return None
-    local = local // cores
+    both = chip_cores > 1 and rows > FEW_ROWS and local % chip_cores == 0 and ranks > 1
+    sharing = [chip_cores] * both + [1] * (chip_cores == 1 or rows <= ROWS_OF_ONE_CORE)
     record, reserved = record_of(hidden, matrices.dtype), matrices.bytes_beside(hidden)
-    for room, in_hbm, size in itertools.product(ROOM, (True,) if cores > 1 else (False, True), (512, 256, 128)):
-        if in_hbm and ranks == 1:
+    for cores, room, in_hbm, size in itertools.product(sharing, ROOM, (False, True), (512, 256, 128)):
+        if in_hbm and ranks == 1 or cores > 1 and not in_hbm:
             continue
+        own = local // cores
         kept = max(int(room * tokens * top_k) // cores, LEAST_KEPT)
         slabs = Pieces(2 * rows, rows, slab_rows(hidden, size), slab_rows(width, size))
         each = sum(slabs.slabs(hidden, width))
-        for ahead in range(min(MOST_AHEAD, local * each - 1), LEAST_AHEAD - 1, -1):
+        for ahead in range(min(MOST_AHEAD, own * each - 1), LEAST_AHEAD - 1, -1):
             pieces = dataclasses.replace(slabs, ahead=ahead)
-            certain = min(-(-ahead // each), int(IDLE_EXPERTS * local * math.exp(min(mean, 20.0))))
-            sizes = Sizes(ranks, tokens, top_k, local, pieces.rows_at_once, kept, certain, cores)
+            certain = min(-(-ahead // each), int(IDLE_EXPERTS * own * math.exp(min(mean, 20.0))))
+            sizes = Sizes(ranks, tokens, top_k, own, pieces.rows_at_once, kept, certain, cores)
             inside = vmem_bytes(
                 pieces, record, sizes, matrices.shape, matrices.gated, in_hbm=in_hbm, of_weights=matrices.weight_bytes
             )

@@ -115,3 +115,14 @@ def test_two_cores_share_an_even_number_of_experts(local, cores):
     assert (chosen and chosen.cores) == cores
     few = tpu_decode_layer.layer_pieces(2**26, 2, 8, (32, 8), matrices)
     assert few is not None and few.cores == 1, "one core keeps up"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "local", "mebibytes", "cores"),
+    [(8, 32, 64, 2), (8, 31, 64, 1), (1, 32, 64, 1), (8, 32, 12, None)],
+)
+def test_one_core_takes_a_layer_that_two_cannot_share(ranks, local, mebibytes, cores):
+    """48 rows of a product: an odd number of experts, one rank; and too little memory for either."""
+    matrices = tpu_decode.Matrices((local, 1024, 512), "bfloat16", True, False, None)
+    chosen = tpu_decode_layer.layer_pieces(mebibytes * 2**20, 2, ranks, (128, 8), matrices)
+    assert (chosen and chosen.cores) == cores

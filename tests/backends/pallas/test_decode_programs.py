@@ -42,7 +42,15 @@ def counted(generation, model, tokens, weights, path):
 
 
 def test_a_run_keeps_the_other_layers_of_a_file(tmp_path):
-    row = {"generation": "v5p", "model": "DeepSeek-V3", "tokens": 8, "weights": "int8", "matmul": "auto", "ratio": 1.0}
+    row = {
+        "generation": "v5p",
+        "devices": 8,
+        "model": "DeepSeek-V3",
+        "tokens": 8,
+        "weights": "int8",
+        "matmul": "auto",
+        "ratio": 1.0,
+    }
     other = row | {"generation": "v5e", "model": "Qwen3-30B-A3B", "weights": "bfloat16"}
     document = {"versions": {"jax": "1"}, "results": [row, other]}
     path = tmp_path / "decode.json"
@@ -53,13 +61,17 @@ def test_a_run_keeps_the_other_layers_of_a_file(tmp_path):
 
 
 def test_the_file_has_every_layer_of_the_page():
-    """bfloat16 for all models, weights of one byte for DeepSeek-V3, and the layer that others have measured."""
+    """bfloat16 for all models, weights of one byte for DeepSeek-V3, the layer that others have measured, and the four
+    chips of a v5p-8. One layer in bfloat16 needs more than 1.15 of the time of its weights."""
     rows = {decode.key(row): row for row in json.loads(RESULTS.read_text())["results"]}
     chips = ("v5e", "v5p", "v6e", "tpu7x")
     layers = {(model, "bfloat16") for model in decode.SHOWN} | {("DeepSeek-V3", weights) for weights in decode.WEIGHTS}
-    wanted = {(c, m, t, w, "auto") for c, (m, w), t in itertools.product(chips, layers, decode.TOKENS)}
-    assert rows.keys() == wanted | {("tpu7x", decode.ANCHOR, tokens, "bfloat16", "auto") for tokens in (1, 8)}
-    anchor = rows["tpu7x", decode.ANCHOR, 1, "bfloat16", "auto"]
+    wanted = {(c, 8, m, t, w, "auto") for c, (m, w), t in itertools.product(chips, layers, decode.TOKENS)}
+    wanted |= {("v5p", 4, m, t, "bfloat16", "auto") for m, t in itertools.product(decode.SHOWN, decode.TOKENS)}
+    assert rows.keys() == wanted | {("tpu7x", 8, decode.ANCHOR, tokens, "bfloat16", "auto") for tokens in (1, 8)}
+    anchor = rows["tpu7x", 8, decode.ANCHOR, 1, "bfloat16", "auto"]
+    over = {name for name, row in rows.items() if row["weights"] == "bfloat16" and row["ratio"] > 1.15}
+    assert over == {("tpu7x", 8, "Qwen3-30B-A3B", 128, "bfloat16", "auto")}
     assert anchor["weights_us"] < anchor["layer_us"] < 98, anchor  # microseconds that sglang-jax has measured
 
 
