@@ -200,7 +200,7 @@ def node_processes(context: Any) -> Commands:
 
 def killed_node_processes(context: Any) -> Commands:
     """Alone: beside a job that killed a process, five others could not register a window of NCCL within 30 s."""
-    return tests("test_node_processes.py", "server or (2x2 or 4x1) and stopped", small="none")(context)
+    return tests("test_node_processes.py", "server or (2x2 or 4x1) and stopped", small="2x1 and stopped")(context)
 
 
 def slow_link(context: Any) -> Commands:
