@@ -1,10 +1,14 @@
 """The backward pass of an activation between fp8 matmuls: the cotangents of the projections, and the activation, which
 is computed again, are quantized without a pass through the GPU's memory in 16 bits.
 
-A thread block has a tile of 128 x 128 of all operands in shared memory. It computes its results in place, rounded to
-the operands' dtype, and quantizes each for its uses: the cotangents by rows for the gradient of the experts' rows, and
-all results by columns for the gradients of weights. It reads and writes each number once. Two blocks fit into a
-multiprocessor, since the codes that are about to be stored lie in the place of the first operand.
+Two warpgroups have a tile of 128 x 128 of all operands in shared memory. They compute their results in place, rounded
+to the operands' dtype, and quantize each for its uses: the cotangents by rows for the gradient of the experts' rows,
+and all results by columns for the gradients of weights. Each number is read and written once.
+
+Each warpgroup computes 64 rows. Then the first one quantizes the activation by columns, and the second one both
+cotangents by rows; the columns of a cotangent are quantized by either of them. Codes by columns lie in the place of
+their tile on their way out, codes by rows go to the GPU's memory from registers. A thread block has two such pairs, on
+tiles of their own: ptxas then gives a thread 128 registers at most, so that sixteen warps fit into a multiprocessor.
 """
 
 from __future__ import annotations
@@ -21,17 +25,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xen_moe_jax.pallas_kernels.hopper import float8_tile
 from xen_moe_jax.pallas_kernels.hopper.activations import Activation
-from xen_moe_jax.pallas_kernels.hopper.float8_quantize import launch
 from xen_moe_jax.pallas_kernels.hopper.float8_rows import BLOCK, DTYPE, ROWS, WGMMA, Quantized
 
+COLUMNS = 8
+"""Columns that are computed at once: few, since a thread has few registers."""
+PAIRS = 2
+"""Pairs of warpgroups in a multiprocessor, each with a tile: while one waits for its tile, the other one computes."""
 
-@functools.partial(jax.jit, static_argnames=("activation",))
+
+@functools.partial(jax.jit, static_argnames=("activation", "num_sms"))
 def gradients(
     activation: Activation,
     by_inner: jax.Array,
     projections: Sequence[jax.Array],
     row_weights: jax.Array | None,
     blocks: jax.Array,
+    num_sms: int | None = None,
 ) -> tuple[list[tuple[Quantized, Quantized]], Quantized, jax.Array | None]:
     """Returns the cotangents of the projections, and the activation, of rows that are weighted behind the activation,
     all of them quantized.
@@ -41,6 +50,7 @@ def gradients(
       projections: `gate` and `up`, or `up` alone, `[C, F]` in the same dtype.
       row_weights: float32 `[C]`, factors of the activation's rows, or None for factors of one.
       blocks: int32 `[2, N]`, from `blocks_of_groups`.
+      num_sms: multiprocessors that the kernel may take; None for all of the GPU.
 
     Returns:
       For each projection the rows and the columns of its cotangent, as `float8_quantize.both` returns them; the columns
@@ -50,73 +60,103 @@ def gradients(
     (count, width), total, kind = by_inner.shape, blocks.shape[1], by_inner.dtype
     beside, long = pl.cdiv(width, BLOCK), (pl.cdiv(count, BLOCK) + 1) * BLOCK
     operands = [by_inner, *projections]
+    num_sms = num_sms or jax.devices()[0].core_count
     if row_weights is not None:
         row_weights = jnp.pad(row_weights, (0, long - count))  # a block's 128 rows may begin at the last row
 
-    def body(facts: Any, *refs: Any, first: Any, others: Any, loaded: Any) -> None:
-        inner_tile, (turned, staged) = first
-        tiles = [inner_tile, *others]
-        block, j = (lax.axis_index(name) for name in "xy")
-        start, size = facts[0, block], facts[1, block]
+    def body(facts: Any, *refs: Any, places: Any, loaded: Any) -> None:
+        sm, wg = lax.axis_index("sm"), lax.axis_index("wg")
+        pair, mine = lax.div(wg, jnp.int32(2)), lax.rem(wg, jnp.int32(2))
+        tiles = [wide.at[pair] for wide, _ in places]
+        turned = [narrow.at[pair, 0] for _, narrow in places]
         sources, refs = refs[: len(operands)], refs[len(operands) :]
         weights, outputs = (None, refs) if row_weights is None else (refs[0], refs[1:])
-        column, of_block = pl.ds(j * BLOCK, BLOCK), pl.ds(block * BLOCK, BLOCK)
+        last = len(projections) - 1
 
-        def compute(m: int) -> None:
-            """Replaces 64 rows of all tiles, from row `m` on: the cotangent by the weighted activation, a projection by
-            its cotangent. Stores the rows' parts of the cotangent of `row_weights`."""
-            factor = sums = None
-            if weights is not None:
-                factor = plgpu.load(weights.at[pl.ds(start + m, ROWS)], layout=WGMMA.reduce(1), optimized=False)
-            for half in range(BLOCK // float8_tile.HALF):
-                places = [tile.at[half, pl.ds(m, ROWS)] for tile in tiles]
-                by, *given = (plgpu.load(p, layout=WGMMA, optimized=False).astype(jnp.float32) for p in places)
-                inner = activation(*given)
+        def tile(number: Any, carry: Any) -> Any:
+            number = (number * num_sms + sm) * PAIRS + pair
+            block, j = lax.div(number, jnp.int32(beside)), lax.rem(number, jnp.int32(beside))
+            start, size = facts[0, block], facts[1, block]
+            column, of_block = pl.ds(j * BLOCK, BLOCK), pl.ds(block * BLOCK, BLOCK)
+
+            def compute(m: Any) -> None:
+                """Replaces 64 rows of all tiles, from row `m` on: the cotangent by the weighted activation, a
+                projection by its cotangent. Stores the rows' parts of the cotangent of `row_weights`."""
+                factor = None
+                if weights is not None:
+                    factor = plgpu.load(weights.at[pl.ds(start + m, ROWS)], layout=WGMMA.reduce(1), optimized=False)
+
+                def half_of_columns(half: Any, sums: Any) -> Any:
+                    parts = [tile.at[half, pl.ds(m, ROWS)] for tile in tiles]
+                    whole = [plgpu.load(place, layout=WGMMA, optimized=False) for place in parts]
+                    results: list[list[Any]] = [[] for _ in parts]
+                    for n in range(0, float8_tile.HALF, COLUMNS):
+                        by, *given = (array[:, n : n + COLUMNS].astype(jnp.float32) for array in whole)
+                        inner = activation(*given)
+                        if factor is not None:
+                            sums = sums + jnp.sum(inner * by, axis=1)
+                            each = lax.broadcast_in_dim(factor, by.shape, (0,))
+                            inner, by = inner * each, by * each
+                        for pieces, result in zip(results, (inner, *activation.gradients(by, *given)), strict=True):
+                            pieces.append(result.astype(kind))
+                    for place, pieces in zip(parts, results, strict=True):
+                        place[...] = jnp.concatenate(pieces, axis=1)
+                    return sums
+
+                zeros = 0 if factor is None else plgpu.layout_cast(jnp.zeros(ROWS, jnp.float32), WGMMA.reduce(1))
+                sums = lax.fori_loop(0, BLOCK // float8_tile.HALF, half_of_columns, zeros)
                 if factor is not None:
-                    part = jnp.sum(inner * by, axis=1)
-                    sums = part if sums is None else sums + part
-                    each = lax.broadcast_in_dim(factor, by.shape, (0,))
-                    inner, by = inner * each, by * each
-                for place, result in zip(places, (inner, *activation.gradients(by, *given)), strict=True):
-                    place[...] = result.astype(kind)
-            if sums is not None:
-                outputs[-1][j, pl.ds(start + m, ROWS)] = sums
+                    outputs[-1][j, pl.ds(start + m, ROWS)] = sums
 
-        def store(tile: Any, out: Any, at: Any) -> None:
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(tile, out.at[at])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            def by_columns(number: int, values: Any, scales: Any) -> None:
+                @pl.when(size < BLOCK)
+                def _() -> None:
+                    plgpu.commit_smem()  # all threads of the warpgroup have read the tile's rows
+                    float8_tile.clear(tiles[number], None, size, None)
+                    plgpu.commit_smem()
 
-        def clear(tiles: Any) -> None:
-            @pl.when(size < BLOCK)
-            def _() -> None:
-                for tile in tiles:
-                    float8_tile.clear(tile, None, size, None)
+                float8_tile.quantize_columns(tiles[number], turned[number], scales.at[block, column], over=True)
                 plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(turned[number], values.at[column, of_block])
 
-        @pl.when(size > 0)
-        def _() -> None:
-            for source, tile in zip(sources, tiles, strict=True):
-                float8_tile.load(source, start, j * BLOCK, tile, loaded)
-            plgpu.barrier_wait(loaded)
-            for m in range(0, BLOCK, ROWS):
-                compute(m)
-            plgpu.commit_smem()
-            clear(tiles[:1])
-            values, scales = outputs[4 * len(others) : 4 * len(others) + 2]
-            float8_tile.quantize_columns(inner_tile, turned, scales.at[block, column], over=True)
-            store(turned, values, (column, of_block))
-            # `turned` is one half of the first tile. The other half, `staged`, holds each tile of codes on its way out.
-            for number, tile in enumerate(others):
+            def by_rows(number: int) -> None:
                 values, scales = outputs[4 * number : 4 * number + 2]
-                float8_tile.quantize_rows(tile, staged, scales.at[0, j, pl.ds(start, BLOCK)])
-                store(staged, values, (pl.ds(start, BLOCK), column))
-            clear(others)
-            for number, tile in enumerate(others):
-                values, scales = outputs[4 * number + 2 : 4 * number + 4]
-                float8_tile.quantize_columns(tile, staged, scales.at[block, column])
-                store(staged, values, (column, of_block))
-            plgpu.wait_smem_to_gmem(0)
+                at = pl.ds(start, BLOCK)
+                places = values.at[at, column], scales.at[0, j, at]
+                float8_tile.store_rows(tiles[1 + number], *places, beside * BLOCK, count - start)
+
+            def first_warpgroup() -> None:
+                by_columns(0, *outputs[4 * len(projections) : 4 * len(projections) + 2])
+                if last:
+                    float8_tile.meet(1, wait=True)  # the other one has read the rows of the first projection's tile
+                    by_columns(1, *outputs[2:4])
+
+            def second_warpgroup() -> None:
+                for number in range(len(projections)):
+                    by_rows(number)
+                    if number < last:
+                        float8_tile.meet(1, wait=False)
+                by_columns(1 + last, *outputs[4 * last + 2 : 4 * last + 4])
+
+            @pl.when(size > 0)
+            def _() -> None:
+                @pl.when(mine == 0)
+                def _() -> None:
+                    for source, tile in zip(sources, tiles, strict=True):
+                        float8_tile.load(source, start, j * BLOCK, tile, loaded.at[pair])
+
+                plgpu.barrier_wait(loaded.at[pair])
+                compute(mine * ROWS)
+                float8_tile.meet(0, wait=True)
+                lax.cond(mine == 0, first_warpgroup, second_warpgroup)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                float8_tile.meet(0, wait=True)  # the next tile may be loaded
+
+            return carry
+
+        tiles_of_pair = lax.div(total * beside + PAIRS * num_sms - 1 - (sm * PAIRS + pair), jnp.int32(PAIRS * num_sms))
+        lax.fori_loop(0, tiles_of_pair, tile, 0)
+        plgpu.wait_smem_to_gmem(0)
 
     of_rows = [
         jax.ShapeDtypeStruct((count, beside * BLOCK), DTYPE),
@@ -127,13 +167,22 @@ def gradients(
         jax.ShapeDtypeStruct((total, beside * BLOCK), jnp.float32),
     ]
     sums = [] if row_weights is None else [jax.ShapeDtypeStruct((beside, long), jnp.float32)]
-    scratch = {
-        "first": plgpu.RefUnion(float8_tile.wide(kind), [float8_tile.narrow(), float8_tile.narrow()]),
-        "others": [float8_tile.wide(kind) for _ in projections],
-        "loaded": plgpu.Barrier(num_arrivals=2 * len(operands)),
+    scratch: dict[str, Any] = {
+        "places": [plgpu.RefUnion(float8_tile.wide(kind, PAIRS), float8_tile.narrow(PAIRS, 2)) for _ in operands],
+        "loaded": plgpu.Barrier(num_arrivals=2 * len(operands), num_barriers=PAIRS),
     }
     shapes = [*(of_rows + of_columns) * len(projections), *of_columns, *sums]
-    run = launch(body, shapes, scratch, (total, beside), f"gradients_of_{activation.name}")
+    run = plgpu.kernel(
+        body,
+        out_type=shapes,
+        scratch_types=scratch,
+        grid=(num_sms,),
+        grid_names=("sm",),
+        num_threads=2 * PAIRS,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        kernel_name=f"xen_moe_float8_gradients_of_{activation.name}",
+    )
     found = run(blocks, *operands, *([] if row_weights is None else [row_weights]))
     pairs = [Quantized(*found[at : at + 2]) for at in range(0, len(found) - 1, 2)]
     both = [(pairs[at], pairs[at + 1]) for at in range(0, 2 * len(projections), 2)]

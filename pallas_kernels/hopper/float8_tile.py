@@ -24,20 +24,23 @@ HALF = 64
 """Columns of 16-bit numbers in a row of 128 bytes of shared memory."""
 HALF_BYTES, ROW_BYTES = BLOCK * HALF * 2, BLOCK
 DTYPE = jnp.float8_e4m3fn
+FIRST_BARRIER = 8
+"""Barriers from this number on are free. Mosaic has one for each warpgroup, from 1 on."""
 WIDE: Any = (plgpu.TilingTransform((1, HALF)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 NARROW: Any = (plgpu.TilingTransform((1, BLOCK)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 """WIDE and NARROW have tiles of one row, so that copies may begin at any row."""
 GIVEN = {"bfloat16": "bf16", "float16": "f16"}  # dtypes of a `wide` tile, and their names in PTX
 
 
-def wide(dtype: Any) -> Any:
-    """Returns the type of shared memory for a tile of 16-bit numbers, `[2, 128, 64]` of `dtype`."""
-    return plgpu.SMEM((BLOCK // HALF, BLOCK, HALF), dtype, transforms=WIDE)
+def wide(dtype: Any, *count: int) -> Any:
+    """Returns the type of shared memory for a tile of 16-bit numbers, `[2, 128, 64]` of `dtype`, or for an array of
+    such tiles."""
+    return plgpu.SMEM((*count, BLOCK // HALF, BLOCK, HALF), dtype, transforms=WIDE)
 
 
-def narrow() -> Any:
-    """Returns the type of shared memory for a tile in fp8 (e4m3), `[128, 128]`."""
-    return plgpu.SMEM((BLOCK, BLOCK), DTYPE, transforms=NARROW)
+def narrow(*count: int) -> Any:
+    """Returns the type of shared memory for a tile in fp8 (e4m3), `[128, 128]`, or for an array of such tiles."""
+    return plgpu.SMEM((*count, BLOCK, BLOCK), DTYPE, transforms=NARROW)
 
 
 def load(source: Any, row: Any, column: Any, tile: Any, barrier: Any) -> None:
@@ -57,12 +60,38 @@ def quantize_rows(tile: Any, values: Any, scales: Any, apart: int = 1) -> None:
     _inline(functools.partial(_rows, apart=apart), tile, values, scales)
 
 
+def store_rows(tile: Any, values: Any, scales: Any, stride: int, count: Any) -> None:
+    """Does as `quantize_rows`, but `values [128, 128]` is in the GPU's memory, where a row begins `stride` bytes after
+    the one in front of it. Only its first rows are written, int32 `count` of them."""
+    kind = GIVEN[jnp.dtype(tile.dtype).name]
+    kinds = (plgpu.RefType(WIDE), plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT(()))
+
+    @plgpu.inline_mgpu(arg_types=kinds)
+    def run(context: Any, tile: Any, values: Any, scales: Any, count: Any) -> None:
+        _emit(_rows(kind, stride), shared=(tile,), memory=(scales, values), numbers=(count,))
+
+    run(tile, values, scales, count)
+
+
+def meet(number: int, *, wait: bool) -> None:
+    """Arrives at barrier `number`, 0 or 1, of a pair of warpgroups, and with `wait` waits for the other one."""
+    pair = ["mov.u32 at, %tid.x;", f"shr.u32 at, at, {BLOCK.bit_length()};"]
+    pair += [f"mad.lo.u32 at, at, 2, {FIRST_BARRIER + number};"]
+    lines = [*pair, f"bar.{'sync' if wait else 'arrive'} at, {2 * BLOCK};"]
+
+    @plgpu.inline_mgpu()
+    def run(context: Any) -> None:
+        _emit(lines, shared=())
+
+    run()
+
+
 def quantize_columns(tile: Any, turned: Any, scales: Any, *, over: bool = False) -> None:
     """Quantizes the columns of a `wide` tile: writes the codes of column `n` to row `n` of the `narrow` tile `turned`,
     and float32 scales to `scales [128]` in the GPU's memory.
 
-    With `over`, `turned` may lie in the place of the tile: the threads then pass a barrier between the last read and
-    the first write, and the kernel must have one warpgroup. Without it they pass no barrier.
+    With `over`, `turned` may lie in the place of the tile: the warpgroup's threads then pass a barrier between the last
+    read and the first write. Without it they pass no barrier.
     """
     _inline(functools.partial(_columns, over=over), tile, turned, scales)
 
@@ -173,10 +202,11 @@ def _largest(pair: str, kind: str) -> list[str]:
     return [*lines, "{ .reg .b16 l, h;", f"mov.b32 {{l, h}}, {pair};", "cvt.f32.f16 amax, l; }"]
 
 
-def _rows(kind: str, apart: int = 1) -> list[str]:
-    """PTX of `quantize_rows`: in pass `p` a thread has 16 columns of row `p * 16 + tid / 8`, eight in each half. Its
-    eight passes are read twice: for the rows' largest magnitudes, and for their codes."""
-    passes = range(BLOCK // 16)
+def _rows(kind: str, stride: int | None = None, apart: int = 1) -> list[str]:
+    """PTX of `quantize_rows`, and with `stride` of `store_rows`: in pass `p` a thread has 16 columns of row
+    `p * 16 + tid / 8`, eight in each half. Its eight passes are read twice: for the rows' largest magnitudes, and for
+    their codes."""
+    passes, scales = range(BLOCK // 16), "$2" if stride is None else "$1"
     names = [f"m{p}" for p in passes] + [f"x{n}" for n in range(8)] + [f"o{n}" for n in range(4)]
     lines = [f".reg .b32 {','.join(names)}, c, row, low, from, to, other, lane;", SCALE_REGISTERS]
     lines += [".reg .f32 of, f0, f1; .reg .b16 h<8>; .reg .pred mine;"]
@@ -198,11 +228,13 @@ def _rows(kind: str, apart: int = 1) -> list[str]:
     for p in passes[1:]:  # of its eight rows a thread computes the scale of one, and gets the others by shuffles
         lines += [f"setp.eq.u32 mine, c, {p};", f"selp.b32 m0, m{p}, m0, mine;"]
     lines += [*_largest("m0", kind), *SCALE, "selp.f32 inverse, inverse, 0f00000000, finite;"]
-    lines += ["{ .reg .b64 place;", "mad.lo.u32 at, c, 16, row;", f"mad.wide.u32 place, at, {4 * apart}, $2;"]
+    lines += ["{ .reg .b64 place;", "mad.lo.u32 at, c, 16, row;", f"mad.wide.u32 place, at, {4 * apart}, {scales};"]
     lines += ["st.global.f32 [place], scale; }"]
-    lines += ["shr.u32 to, c, 1;", "xor.b32 to, to, low;", "shl.b32 to, to, 4;", "and.b32 at, c, 1;"]
-    lines += ["mad.lo.u32 to, at, 8, to;", f"mad.lo.u32 to, row, {ROW_BYTES}, to;", "add.u32 to, to, $1;"]
-    lines += ["xor.b32 other, to, 64;", "and.b32 lane, tid, 24;"]
+    if stride is not None:
+        lines += [".reg .b64 there;", "shl.b32 other, c, 3;"]
+    else:
+        lines += _places_of_rows()
+    lines += ["and.b32 lane, tid, 24;"]
     for p in passes:
         lines += [f"add.u32 at, lane, {p};", "{ .reg .b32 bits;", "mov.b32 bits, inverse;"]
         lines += ["shfl.sync.idx.b32 bits, bits, at, 0x1f, 0xffffffff;", "mov.b32 of, bits; }"]
@@ -212,9 +244,21 @@ def _rows(kind: str, apart: int = 1) -> list[str]:
             lines += [f"cvt.rn.satfinite.e4m3x2.f32 h{n}, f1, f0;"]
         for n in range(4):
             lines += [f"mov.b32 o{n}, {{h{2 * n}, h{2 * n + 1}}};", f"selp.b32 o{n}, o{n}, 0, finite;"]
-        place = p * 16 * ROW_BYTES
-        lines += [f"st.shared.v2.b32 [to+{place}], {{o0,o1}};", f"st.shared.v2.b32 [other+{place}], {{o2,o3}};"]
+        if stride is None:
+            place = p * 16 * ROW_BYTES
+            lines += [f"st.shared.v2.b32 [to+{place}], {{o0,o1}};", f"st.shared.v2.b32 [other+{place}], {{o2,o3}};"]
+        else:
+            lines += [f"add.u32 at, row, {p * 16};", "setp.lt.s32 mine, at, $3;"]
+            lines += [f"mad.lo.u32 to, at, {stride}, other;", "mad.wide.u32 there, to, 1, $2;"]
+            lines += ["@mine st.global.v2.b32 [there], {o0,o1};", "@mine st.global.v2.b32 [there+64], {o2,o3};"]
     return lines
+
+
+def _places_of_rows() -> list[str]:
+    """PTX that sets `to` and `other` to the addresses of a thread's first codes in both halves of the tile at `$1`."""
+    lines = ["shr.u32 to, c, 1;", "xor.b32 to, to, low;", "shl.b32 to, to, 4;", "and.b32 at, c, 1;"]
+    lines += ["mad.lo.u32 to, at, 8, to;", f"mad.lo.u32 to, row, {ROW_BYTES}, to;", "add.u32 to, to, $1;"]
+    return [*lines, "xor.b32 other, to, 64;"]
 
 
 def _unpacked(register: str, kind: str) -> list[str]:
@@ -256,7 +300,8 @@ def _columns(kind: str, over: bool = False) -> list[str]:
             lines += [f"cvt.rn.satfinite.e4m3x2.f32 h{n}, f1, f0;"]
         lines += _packed(step) + ([] if over else _store_column(step, "$1"))
     if over:
-        lines += [f"bar.sync 1, {BLOCK};"]  # all threads have read the tile
+        lines += ["mov.u32 at, %tid.x;", f"shr.u32 at, at, {BLOCK.bit_length() - 1};", "add.u32 at, at, 1;"]
+        lines += [f"bar.sync at, {BLOCK};"]  # the warpgroup's barrier in Mosaic: all threads have read the tile
         for step in range(len(steps)):
             lines += _store_column(step, "$1")
     return lines

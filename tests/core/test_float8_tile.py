@@ -51,11 +51,23 @@ def test_rows_and_columns(kind, use):
     memory = np.zeros(BLOCK * 4 * apart, np.uint8)
     over, kinds = use == "columns over the tile", float8_tile.GIVEN[np.dtype(kind).name]
     place = 0 if over else 2 * BLOCK * BLOCK
-    body = float8_tile._rows(kinds, apart) if by_rows else float8_tile._columns(kinds, over)
+    body = float8_tile._rows(kinds, apart=apart) if by_rows else float8_tile._columns(kinds, over)
     Machine((0, place, 0), shared, memory).run(body)
     codes, scales = rule(x if by_rows else x.T)
     np.testing.assert_array_equal(swizzled(shared[place : place + BLOCK * BLOCK].reshape(BLOCK, BLOCK)), codes)
     np.testing.assert_array_equal(memory.view(np.float32)[::apart], scales)
+
+
+def test_rows_that_go_to_the_memory():
+    """Only the first rows are written, of a tile whose rows lie apart."""
+    x, count, stride = drawn(ml_dtypes.bfloat16), 75, 3 * BLOCK
+    memory = np.full((4 + 3 * BLOCK) * BLOCK, 0xAB, np.uint8)
+    Machine((0, 0, 4 * BLOCK, count), halves(x), memory).run(float8_tile._rows("bf16", stride))
+    codes, scales = rule(x)
+    np.testing.assert_array_equal(memory[: 4 * BLOCK].view(np.float32), scales)
+    found = memory[4 * BLOCK :].reshape(BLOCK, stride)
+    np.testing.assert_array_equal(found[:count, :BLOCK], codes[:count])
+    assert (found[count:] == 0xAB).all() and (found[:, BLOCK:] == 0xAB).all()
 
 
 @pytest.mark.parametrize("first", [0, 3])

@@ -24,7 +24,7 @@ class Machine:
 
     def __init__(self, operands, shared, memory):
         self.operands, self.shared, self.memory = operands, shared, memory
-        self.registers = {"tid": np.arange(THREADS, dtype=np.uint32)}
+        self.registers = dict.fromkeys(("tid", "%tid.x"), np.arange(THREADS, dtype=np.uint32))
 
     def run(self, lines):
         for statement in " ".join(lines).split(";"):
