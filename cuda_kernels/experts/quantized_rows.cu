@@ -285,9 +285,9 @@ __device__ __forceinline__ void WidenFp4(uint32_t bytes, const Fp4Scales& scales
   // A multiplication copies the code of each half to bits 15 to 12, for the sign, and to bits 9 to 6, for the
   // magnitude. With the two logical operations around it there are three instructions, where shifts in its place make
   // four. Logical operations and shifts limit the kernel.
-  constexpr uint32_t kSign = 0x80008000u, kMagnitude = 0x01C001C0u, kBoth = kSign | kMagnitude;
+  constexpr uint32_t kBoth = 0x81C081C0u;
   const uint32_t codes[4] = {(bytes & 0x000F000Fu) * 0x1040u & kBoth, (bytes >> 8 & 0x000F000Fu) * 0x1040u & kBoth,
-                             (bytes & 0x00F000F0u) * 0x104u & kBoth, (bytes & kSign) | (bytes >> 6 & kMagnitude)};
+                             (bytes & 0x00F000F0u) * 0x104u & kBoth, (bytes >> 8 & 0x00F000F0u) * 0x104u & kBoth};
   // Register 0 has the even column's even elements, 2 its odd ones; 1 and 3 have the odd column's.
   a[0] = Times(codes[0], scales.even), a[2] = Times(codes[2], scales.even);
   a[1] = Times(codes[1], scales.odd), a[3] = Times(codes[3], scales.odd);
