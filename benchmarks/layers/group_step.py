@@ -31,14 +31,18 @@ import tempfile
 import time
 from typing import Any
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tools.children import bound  # noqa: E402
+
 SIZES: dict[str, dict[str, int]] = {
     "the example's": {},
     "Qwen3-30B-A3B, 4 layers": {
         "HIDDEN": 2048, "LAYERS": 4, "EXPERTS": 128, "TOP_K": 8, "WIDTH": 768, "ROWS": 32, "LENGTH": 128, "SLOTS": 64,
     },
 }  # fmt: skip
-STEPS, WARM_STEPS = 600, 60
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+STEPS, WARM_STEPS = 300, 30
 
 
 def example(size: str) -> Any:
@@ -222,7 +226,7 @@ def run(size: str, what: str, ranks: int, gpus: int, host: bool) -> dict[str, An
                 env["CUDA_VISIBLE_DEVICES"] = ",".join(order)
             command = [sys.executable, __file__, "--what", what, "--rank", str(rank), "--where", where, "--size", size]
             command += ["--ranks", str(ranks), "--gpus", str(gpus if what == "group" else 1)] + ["--host"] * host
-            processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+            processes.append(subprocess.Popen(bound(command), env=env, stdout=subprocess.PIPE, text=True))
         try:
             texts = [process.communicate(timeout=240)[0] for process in processes]
         finally:
