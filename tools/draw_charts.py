@@ -1,10 +1,12 @@
 """Draws the charts of the README and of the pages on performance from benchmarks/results.
 
-    python tools/draw_charts.py            write docs/images/operations_h200x4.png and small_batches_h200x4.png
+    python tools/draw_charts.py   write operations_h200x4.png, small_batches_h200x4.png and quantized_experts.png, all
+                                  in docs/images
 
 A bar is the median time of an operation on the slowest rank: this library's, and that of the fastest way with JAX's own
 collectives, each at its best settings (the mode jax-best of the benchmarks). The line in a bar is the time that a bare
-push of the same rows takes on the same machine.
+push of the same rows takes on the same machine. In the last chart a bar is the time in bfloat16 over that in fp8 or
+MXFP4.
 """
 
 from __future__ import annotations
@@ -89,7 +91,51 @@ def draw(name: str) -> None:
     plt.close(figure)
 
 
+ROUND = "fp8 experts and quantized weights, 1 x H100 and 4 x H200, 2026-11-26"
+BY_FORMAT = {
+    "decode, 8 rows an expert": ((2, "bfloat16"), {"fp8": "fp8 blocks, before", "MXFP4": "MXFP4, after"}, 1.8, 3.0),
+    "decode, 64 rows": ((0, "bfloat16"), {"fp8": "fp8 blocks, before", "MXFP4": "MXFP4, after"}, 1.8, 3.0),
+    "experts forward": ((1, "forward, bf16"), {"fp8": "forward, quantized"}, 1.6, None),
+    "experts, gradients": (
+        (1, "forward and backward, bf16"), {"fp8": "forward and backward, quantized once, after"}, 1.4, None,
+    ),
+    "layer forward": ((1, "layer, bf16"), {"fp8": "layer, weights in fp8"}, 1.5, None),
+    "layer, gradients": (
+        (1, "layer, gradients, bf16"), {"fp8": "layer, gradients, quantized once, after"}, 1.3, None,
+    ),
+}  # fmt: skip
+"""Line -> place and name of the time in bfloat16, names of the others, and the goals for fp8 and MXFP4."""
+
+
+def draw_formats(name: str) -> None:
+    rows = json.loads((RESULTS / "gpu_checks.json").read_text())["rounds"][ROUND]["rows"]
+    kernels = "decode, 64 rows an expert and 8", "benchmarks/layers/float8_shapes.py"
+    times = {key: us for row in rows if row["command"].startswith(kernels) for key, us in row["us"].items()}
+    figure, axes = plt.subplots(figsize=(8, 3.4))
+    for number, ((place, base), others, *goals) in enumerate(BY_FORMAT.values()):
+        for offset, colour, (kind, other), goal in zip(
+            (0.19, -0.19), (OURS, PEER), others.items(), goals, strict=False
+        ):
+            ratio, y = times[base][place] / times[other][place], len(BY_FORMAT) - 1 - number + offset
+            axes.barh(y, ratio, height=0.36, color=colour, label=kind if number == 0 else None)
+            axes.annotate(
+                f"{ratio:.2f}", (max(ratio, goal), y), xytext=(6, 0), textcoords="offset points", va="center", size=9
+            )
+            goal_label = "goal" if (number, offset) == (0, 0.19) else None
+            axes.plot([goal, goal], [y - 0.18, y + 0.18], color=LINK, lw=2, label=goal_label)
+    axes.set_yticks(range(len(BY_FORMAT)), list(reversed(BY_FORMAT)))
+    axes.set_title("DeepSeek-V3, 32 experts (decode); H 4096, I 1536, 16 experts; kernels on one H200", size=10)
+    axes.set_xlabel("times as fast as bfloat16")
+    axes.margins(x=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(ROOT / "docs" / "images" / name, dpi=110)
+    plt.close(figure)
+
+
 if __name__ == "__main__":
     for chart in CHARTS:
         draw(chart)
-        print(f"docs/images/{chart}")
+    draw_formats("quantized_experts.png")
+    print(*(f"docs/images/{chart}" for chart in (*CHARTS, "quantized_experts.png")))
