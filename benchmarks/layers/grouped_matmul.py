@@ -416,15 +416,9 @@ def tilings() -> list[Any]:
 
     return [
         Tiles(),
-        Tiles(cluster="n"),
-        Tiles(cluster="m"),
-        Tiles(m=256, n=128, cluster="n"),
         Tiles(m=256, n=128),
         Tiles(split="n"),
         Tiles(stages=3),
-        Tiles(delay=0),
-        Tiles(cluster="m", delay=0),
-        Tiles(m=256, n=128, cluster="n", delay=0),
         Tiles(n=128, stages=6),
         Tiles(k=128, stages=2),
         Tiles(m=64, split="n"),

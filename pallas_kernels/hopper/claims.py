@@ -29,15 +29,9 @@ Tile = Callable[[Sequence[Any], Any], Any]
 
 
 def scratch(tiles: Tiles) -> dict[str, Any]:
-    """Returns the scratch of claims; nothing for tiles that are not claimed.
-
-    Raises:
-      ValueError: tiles are claimed by clusters.
-    """
+    """Returns the scratch of claims; nothing for tiles that are not claimed."""
     if not tiles.claimed:
         return {}
-    if tiles.cluster is not None:
-        raise ValueError(f"{tiles}: both blocks of a cluster must have the same tile, which claims do not give them")
     return {
         "claims": plgpu.SMEM((SLOTS,), jnp.int32),
         "claimed": plgpu.Barrier(num_arrivals=1, num_barriers=SLOTS),

@@ -60,7 +60,7 @@ def rows_by_rows(
             f"rows {list(rows.shape)}, others {list(others.shape)}, {tiles}: their columns must be multiples of {unit} "
             f"and the rows of {ROW_ALIGNMENT}"
         )
-    m_tiles, n_tiles = pl.cdiv(height, tiles.cluster_m), pl.cdiv(width, tiles.cluster_n)
+    m_tiles, n_tiles = pl.cdiv(height, tiles.m), pl.cdiv(width, tiles.n)
     sizes = jnp.maximum(group_sizes.astype(jnp.int32), 0)
     ends = up_to_each(sizes)
     if first_row is not None:  # but to the last entry, the counter of `claims`
@@ -72,7 +72,7 @@ def rows_by_rows(
         by_rows, by_others = bool(index_of) and gathered == "rows", bool(index_of) and gathered == "others"
         if index_of:
             gather.begin(s["gathered"])
-        wg, peer = lax.axis_index("wg"), lax.axis_index("cluster")
+        wg = lax.axis_index("wg")
         grid = (num_groups, m_tiles, n_tiles) if tiles.band == 1 else (num_groups, m_tiles * n_tiles)
 
         def place(index: Any) -> tuple[Any, Any, Any, Any, Any, Any]:
@@ -81,11 +81,7 @@ def rows_by_rows(
             start, end = starts[group], ends[group]
             first = lax.div(start, jnp.int32(ROW_ALIGNMENT)) * ROW_ALIGNMENT
             steps = lax.select(end > start, pl.cdiv(end - first, tiles.k), jnp.int32(0))
-            m, n = m * tiles.cluster_m, n * tiles.cluster_n
-            if tiles.cluster == "m":
-                m = m + peer * tiles.m
-            if tiles.cluster == "n":
-                n = n + peer * tiles.n
+            m, n = m * tiles.m, n * tiles.n
             return group, m, n, first, (start - first, end - first), steps
 
         def load_all() -> None:
@@ -97,19 +93,9 @@ def rows_by_rows(
                 def load(k: Any, left: Any, right: Any, barrier: Any) -> None:
                     depth_at = pl.ds(pl.multiple_of(first + k * tiles.k, ROW_ALIGNMENT), tiles.k)
                     if not by_rows:
-                        plgpu.copy_gmem_to_smem(
-                            rows.at[depth_at, pl.ds(m, tiles.m)],
-                            left,
-                            barrier,
-                            collective_axes="cluster" if tiles.cluster == "n" else None,
-                        )
+                        plgpu.copy_gmem_to_smem(rows.at[depth_at, pl.ds(m, tiles.m)], left, barrier)
                     if not by_others:
-                        plgpu.copy_gmem_to_smem(
-                            others.at[depth_at, pl.ds(n, tiles.n)],
-                            right,
-                            barrier,
-                            collective_axes="cluster" if tiles.cluster == "m" else None,
-                        )
+                        plgpu.copy_gmem_to_smem(others.at[depth_at, pl.ds(n, tiles.n)], right, barrier)
 
                 source, column = (rows, m) if by_rows else (others, n)
 

@@ -54,20 +54,18 @@ def rows_by_rows(
       num_sms: multiprocessors that the kernel may take; None for all of the GPU.
     """
     num_groups, parts = blocks.shape[0], tiles.n // BLOCK
-    m_tiles, n_tiles = pl.cdiv(height, tiles.cluster_m), pl.cdiv(width, tiles.cluster_n)
+    m_tiles, n_tiles = pl.cdiv(height, tiles.m), pl.cdiv(width, tiles.n)
     ends = up_to_each(blocks)
     starts = ends[:num_groups] - blocks
 
     def body(rows: Any, others: Any, of_row: Any, of_other: Any, starts: Any, ends: Any, out: Any, **s: Any):
-        wg, peer = lax.axis_index("wg"), lax.axis_index("cluster")
+        wg = lax.axis_index("wg")
         grid = (num_groups, m_tiles, n_tiles) if tiles.band == 1 else (num_groups, m_tiles * n_tiles)
 
         def place(index: Any) -> tuple[Any, Any, Any, Any, Any]:
             group, *at = index
             m, n = at if tiles.band == 1 else tiles.at(at[0], m_tiles, n_tiles)
-            m, n = m * tiles.cluster_m, n * tiles.cluster_n
-            if tiles.cluster == "m":
-                m = m + peer * tiles.m
+            m, n = m * tiles.m, n * tiles.n
             return group, m, n, starts[group], ends[group] - starts[group]
 
         def load_all() -> None:
@@ -75,14 +73,13 @@ def rows_by_rows(
 
             def tile(index: Any, carry: Any) -> Any:
                 _, m, n, first, steps = place(index)
-                shared = "cluster" if tiles.cluster == "m" else None
 
                 def load(k: Any, left: Any, right: Any, barrier: Any, slot: Any) -> None:
                     block = first + k
                     depth_at = pl.ds(block * BLOCK, BLOCK)
                     m_at, n_at = pl.ds(m, tiles.m), pl.ds(n, tiles.n)
                     plgpu.copy_gmem_to_smem(rows.at[m_at, depth_at], left, barrier)
-                    plgpu.copy_gmem_to_smem(others.at[n_at, depth_at], right, barrier, collective_axes=shared)
+                    plgpu.copy_gmem_to_smem(others.at[n_at, depth_at], right, barrier)
                     plgpu.copy_gmem_to_smem(of_row.at[block, m_at], s["row_scales"].at[slot], barrier)
                     plgpu.copy_gmem_to_smem(of_other.at[block, n_at], s["other_scales"].at[slot], barrier)
 

@@ -152,10 +152,10 @@ def _activated(
             part.store_scales(part.outputs[1], column, scales)
             yield codes, part.store(part.outputs[0], column)
 
-    most = row_tiles(group_sizes, count, tiles.cluster_m)[0].shape[1]
+    most = row_tiles(group_sizes, count, tiles.m)[0].shape[1]
     out = [
         jax.ShapeDtypeStruct((count, padded), DTYPE),
-        jax.ShapeDtypeStruct((most, padded // BLOCK, tiles.cluster_m), jnp.float32),
+        jax.ShapeDtypeStruct((most, padded // BLOCK, tiles.m), jnp.float32),
     ]
     kind = jnp.bfloat16 if projections is None else projections
     out += [] if projections is None else [jax.ShapeDtypeStruct((count, width), projections)] * beside
@@ -233,7 +233,7 @@ def _product(
     width = pairs[0][1][0].values.shape[1]
     parts, halves = tiles.n // BLOCK, tiles.n // BLOCK // beside
     n_tiles, k_steps = pl.cdiv(width, halves * BLOCK), depth // BLOCK
-    tables = row_tiles(group_sizes, capacity, tiles.cluster_m)
+    tables = row_tiles(group_sizes, capacity, tiles.m)
     operands = [a.values for rows, weights in pairs for a in (rows, *weights)]
     scales = [a.scales for rows, weights in pairs for a in (rows, *weights)]
     by_tile = pairs[0][0].scales.shape[0] > 1
@@ -247,15 +247,13 @@ def _product(
             refs[2 * count : 2 * count + 2],
             refs[2 * count + 2 :],
         )
-        wg, peer = lax.axis_index("wg"), lax.axis_index("cluster")
+        wg = lax.axis_index("wg")
         m_tiles = up_to[group_sizes.shape[0] - 1]
         grid = (m_tiles * n_tiles,)
 
         def place(index: Any) -> tuple[Any, Any, Any]:
             m, n = tiles.at(index[0], m_tiles, n_tiles)
             row = pl.multiple_of(facts[1, m], ROW_ALIGNMENT)
-            if tiles.cluster == "m":
-                row = pl.multiple_of(row + peer * tiles.m, ROW_ALIGNMENT)
             return m, row, n * (halves * BLOCK)
 
         def load_all() -> None:
@@ -264,7 +262,6 @@ def _product(
             def tile(index: Any, carry: Any) -> Any:
                 m, row, column = place(index)
                 group = facts[0, m]
-                shared = "cluster" if tiles.cluster == "m" else None
 
                 def load_of(number: int) -> Callable[..., None]:
                     rows, *weights = matrices[number * (1 + beside) : (number + 1) * (1 + beside)]
@@ -279,9 +276,8 @@ def _product(
                                 matrix.at[group, pl.ds(column, halves * BLOCK), depth_at],
                                 half,
                                 barrier,
-                                collective_axes=shared,
                             )
-                        at = (m, k, pl.ds(peer * tiles.m, tiles.m)) if by_tile else (0, k, pl.ds(row, tiles.m))
+                        at = (m, k, pl.ds(0, tiles.m)) if by_tile else (0, k, pl.ds(row, tiles.m))
                         plgpu.copy_gmem_to_smem(of_rows.at[at], s["scales"].at[slot], barrier)
 
                     return load
@@ -336,7 +332,7 @@ def _product(
                     return copy
 
                 def store_scales(out: Any, n: int, scales: Any) -> None:
-                    at = pl.ds(peer * tiles.m + wg * tiles.warpgroup_m, tiles.warpgroup_m)
+                    at = pl.ds(wg * tiles.warpgroup_m, tiles.warpgroup_m)
 
                     @pl.when(block + n // BLOCK <= last_block)  # unlike TMA, a store would go on past the last block
                     def _() -> None:
@@ -477,11 +473,6 @@ def scratch_of(
     A stage has, beside its operands, `scales` float32 numbers, which the caller adds to the scratch. A warpgroup has
     four, two or one piece, as many as fit into shared memory beside the stages and `reserved` bytes.
     """
-    released: Any = plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=tiles.stages)
-    if tiles.cluster is not None:
-        released = plgpu.ClusterBarrier(
-            collective_axes=("cluster",), num_arrivals=COMPUTE_WARPGROUPS, num_barriers=tiles.stages
-        )
     stage = (left[0] + right[0]) * BLOCK + scales * 4
     piece = COMPUTE_WARPGROUPS * ring.STORE_TILE * BLOCK
     reserved += CLAIMS if tiles.claimed else 0
@@ -503,7 +494,7 @@ def scratch_of(
             ),
         ),
         "loaded": plgpu.Barrier(num_arrivals=loads, num_barriers=tiles.stages),
-        "released": released,
+        "released": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=tiles.stages),
     }
 
 

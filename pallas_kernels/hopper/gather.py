@@ -54,8 +54,8 @@ def padded(index: jax.Array) -> jax.Array:
 
 def check(tiles: Tiles, rows: jax.Array) -> None:
     """Raises ValueError for tiles whose operands cannot be gathered."""
-    if tiles.cluster is not None or tiles.swizzle != SWIZZLE:
-        raise ValueError(f"{tiles}: rows are gathered by single blocks into swizzles of {SWIZZLE} bytes alone")
+    if tiles.swizzle != SWIZZLE:
+        raise ValueError(f"{tiles}: rows are gathered into swizzles of {SWIZZLE} bytes alone")
     if rows.shape[1] * rows.dtype.itemsize % SWIZZLE:
         raise ValueError(f"rows {list(rows.shape)}: rows of a multiple of {SWIZZLE} bytes are gathered")
 

@@ -43,11 +43,6 @@ def scratch(
     """Returns the scratch of a kernel: `tiles.stages` stages of both operands, of the shapes `left` and `right`, each
     filled by `loads` copies, their barriers, and two pieces of output for each warpgroup. With `gathered`, one of the
     copies is made by threads, with barriers of its own."""
-    released: Any = plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=tiles.stages)
-    if tiles.cluster is not None:
-        released = plgpu.ClusterBarrier(
-            collective_axes=("cluster",), num_arrivals=COMPUTE_WARPGROUPS, num_barriers=tiles.stages
-        )
     own = gather.scratch(tiles) if gathered else {}
     return (
         claims.scratch(tiles)
@@ -60,7 +55,7 @@ def scratch(
                 (COMPUTE_WARPGROUPS, 2, piece_rows(tiles), STORE_TILE), dtype, transforms=_swizzled(tiles, 1, dtype)
             ),
             "loaded": plgpu.Barrier(num_arrivals=loads - gathered, num_barriers=tiles.stages),
-            "released": released,
+            "released": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=tiles.stages),
         }
     )
 
@@ -75,10 +70,8 @@ def kernel(body: Any, tiles: Tiles, num_sms: int | None, out_type: Any, scratch:
         body,
         out_type=out_type,
         scratch_types=scratch,
-        grid=(num_sms // tiles.cluster_size,),
+        grid=(num_sms,),
         grid_names=("sm",),
-        cluster=(tiles.cluster_size,),
-        cluster_names=("cluster",),
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
@@ -117,8 +110,7 @@ def load_steps(
 
 
 def drain(tiles: Tiles, scratch: dict[str, Any], done: Any) -> None:
-    """Waits until each of the `done` stages has been read, so that no barrier is left within a phase, and no thread
-    block of a cluster ends while the other one still arrives at its barriers."""
+    """Waits until each of the `done` stages has been read, so that no barrier is left within a phase."""
 
     def step(count: Any, _: Any) -> Any:
         plgpu.barrier_wait(scratch["released"].at[lax.rem(count, jnp.int32(tiles.stages))])
@@ -159,11 +151,8 @@ def multiply_steps(
             if edge:
                 at_edge(k, slot)
             multiply(accumulators, slot)
-            plgpu.wgmma_wait(tiles.delay * beside)
-            if tiles.delay:  # the wgmma in front of this one has read its stage
-                plgpu.barrier_arrive(scratch["released"].at[slot_of(count + tiles.stages - 1)], predicate=k > 0)
-            else:
-                plgpu.barrier_arrive(scratch["released"].at[slot])
+            plgpu.wgmma_wait(beside)  # the wgmma in front of this one has read its stage
+            plgpu.barrier_arrive(scratch["released"].at[slot_of(count + tiles.stages - 1)], predicate=k > 0)
             return count + 1
 
         at_an_edge = functools.partial(step, edge=True)
@@ -174,9 +163,8 @@ def multiply_steps(
         count = lax.fori_loop(first, last, step, count)
         if at_edge is not None:
             count = lax.fori_loop(jnp.maximum(last, first), steps, at_an_edge, count)
-        if tiles.delay:
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(scratch["released"].at[slot_of(count + tiles.stages - 1)], predicate=steps > 0)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(scratch["released"].at[slot_of(count + tiles.stages - 1)], predicate=steps > 0)
         return tuple(acc[...] for acc in accumulators), count
 
     columns = tiles.warpgroup_n // beside

@@ -109,7 +109,7 @@ def _bias_of_tiles(bias: jax.Array) -> jax.Array:
 
 def _factors_of_tiles(row_weights: jax.Array, tiles: Tiles) -> jax.Array:
     """Converts to float32 and pads with zeros for the rows of a last tile, as `_bias_of_tiles` does for columns."""
-    return jnp.pad(row_weights.astype(jnp.float32), (0, tiles.cluster_m))
+    return jnp.pad(row_weights.astype(jnp.float32), (0, tiles.m))
 
 
 @functools.partial(jax.jit, static_argnames=("transposed", "tiles", "num_sms"))  # calls alike are lowered once
@@ -237,7 +237,7 @@ def _product(
             raise ValueError("an index is for the rows of one product")
         capacity = index_of_rows.shape[0]
     beside = len(pairs[0][1])
-    width, tile_width, own_width = (n // beside for n in (tiles.n, tiles.cluster_n, tiles.warpgroup_n))
+    width, own_width = tiles.n // beside, tiles.warpgroup_n // beside
     unit = tiles.swizzle // dtype.itemsize
     if columns[0] % unit or depth % unit or own_width % ring.STORE_TILE or capacity % ROW_ALIGNMENT:
         raise ValueError(
@@ -249,11 +249,11 @@ def _product(
         shapes = rows.shape, {w.shape for w in weights}
         if shapes != (pairs[0][0].shape, {pairs[0][1][0].shape}):
             raise ValueError(f"rows and weights of two products: {shapes} must be {pairs[0][0].shape} and the same")
-    n_tiles, k_steps = pl.cdiv(columns[0], tile_width), pl.cdiv(depth, tiles.k)
-    if tiles.fitted and (tiles.m, tiles.split, tiles.cluster) != (HEIGHTS[-1], "n", None):
-        raise ValueError(f"{tiles}: fitted tiles have m={HEIGHTS[-1]}, split='n' and no cluster")
+    n_tiles, k_steps = pl.cdiv(columns[0], width), pl.cdiv(depth, tiles.k)
+    if tiles.fitted and (tiles.m, tiles.split) != (HEIGHTS[-1], "n"):
+        raise ValueError(f"{tiles}: fitted tiles have m={HEIGHTS[-1]} and split='n'")
     first_row = None if into is None else into.first_row
-    tables = row_tiles(group_sizes, capacity, tiles.cluster_m, tiles.fitted, first_row)
+    tables = row_tiles(group_sizes, capacity, tiles.m, tiles.fitted, first_row)
     operands = [a for rows, weights in pairs for a in (rows, *weights)]
     operands += [] if index_of_rows is None else [gather.padded(index_of_rows)]
     biased = any(array.ndim == 2 for array in extra)
@@ -266,18 +266,14 @@ def _product(
         )
         if index_of_rows is not None:
             gather.begin(s["gathered"])
-        wg, peer = lax.axis_index("wg"), lax.axis_index("cluster")
+        wg = lax.axis_index("wg")
         m_tiles = up_to[group_sizes.shape[0] - 1]
         grid = (m_tiles * n_tiles,)
 
         def place(index: Any) -> tuple[Any, Any, Any]:
             m, n = tiles.at(index[0], m_tiles, n_tiles)
             row = pl.multiple_of(facts[1, m], ROW_ALIGNMENT)
-            column = n * tile_width
-            if tiles.cluster == "m":
-                row = pl.multiple_of(row + peer * tiles.m, ROW_ALIGNMENT)
-            if tiles.cluster == "n":
-                column = column + peer * width
+            column = n * width
             return m, row, column
 
         def for_height(m: Any, of_height: Callable[[int, Any], Any], carry: Any) -> Any:
@@ -317,18 +313,12 @@ def _product(
                             depth_at = pl.ds(k * tiles.k, tiles.k)
                             at = pl.ds(column, width)
                             if gathered is None:
-                                plgpu.copy_gmem_to_smem(
-                                    rows.at[pl.ds(row, height), depth_at],
-                                    part_of(left),
-                                    barrier,
-                                    collective_axes="cluster" if tiles.cluster == "n" else None,
-                                )
+                                plgpu.copy_gmem_to_smem(rows.at[pl.ds(row, height), depth_at], part_of(left), barrier)
                             for number, matrix in enumerate(matrices):
                                 plgpu.copy_gmem_to_smem(
                                     matrix.at[at, depth_at] if transposed else matrix.at[depth_at, at],
                                     right if beside == 1 else right.at[number],
                                     barrier,
-                                    collective_axes="cluster" if tiles.cluster == "m" else None,
                                 )
 
                         return load

@@ -32,9 +32,6 @@ class Tiles:
       m, n, k: a thread block's output tile, and the depth of one stage.
       stages: number of stages of the ring.
       split: the dimension of the tile that the two warpgroups share out, "m" or "n".
-      cluster: the dimension along which two blocks stand side by side, or None: "m" shares the right operand, "n" the
-        left one.
-      delay: number of stages whose wgmma are pending when the loop goes on to the next stage, 0 or 1.
       claimed: thread blocks take the next tile when they are ready (`claims`), instead of a fixed share from the start.
       band: number of tiles, one below the other, that are computed before those to the right of them. With 1 every
         row of tiles is computed from left to right. A band reads the right operand once for all its tiles, where one
@@ -42,7 +39,7 @@ class Tiles:
       swizzle: bytes of a row of shared memory, 128 or 64. Rows of all operands are multiples of it.
       fitted: tiles of rows are as high as their groups need, one of `HEIGHTS`, of which `m` is the last. The weights
         are the left operand of wgmma then, whose height is always 64, and the rows are the right one, whose width is
-        any multiple of 8. `split` must be "n", and there are no clusters.
+        any multiple of 8. `split` must be "n".
     """
 
     m: int = 128
@@ -50,8 +47,6 @@ class Tiles:
     k: int = 64
     stages: int = 4
     split: str = "m"
-    cluster: str | None = None
-    delay: int = 1
     claimed: bool = False
     band: int = 1
     swizzle: int = 128
@@ -73,18 +68,6 @@ class Tiles:
         within = number - band * (self.band * width)
         rows = jnp.minimum(height - band * self.band, self.band)
         return band * self.band + lax.rem(within, rows), lax.div(within, rows)
-
-    @property
-    def cluster_size(self) -> int:
-        return 1 if self.cluster is None else 2
-
-    @property
-    def cluster_m(self) -> int:
-        return self.m * (2 if self.cluster == "m" else 1)
-
-    @property
-    def cluster_n(self) -> int:
-        return self.n * (2 if self.cluster == "n" else 1)
 
 
 def up_to_each(values: jax.Array) -> jax.Array:

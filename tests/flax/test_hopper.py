@@ -30,7 +30,6 @@ from xen_moe_jax.pallas_kernels.hopper.tiles import HEIGHTS, Tiles, row_tiles
 SIZES = (70, 0, 131, 37)
 SMALL = {
     "plain": Tiles(m=128, n=128, stages=2),
-    "cluster m": Tiles(m=128, n=128, stages=2, cluster="m"),
     "few rows": Tiles(m=64, n=128, stages=2, split="n"),
 }
 SMALL_SWIGLU = {"plain": SMALL["plain"], "few rows": Tiles(m=64, stages=2, split="n")}
@@ -302,13 +301,6 @@ def test_kernels_that_claim_run_one_after_the_other_under_vmap(kernel):
         return re.search(r"(scan|mpmd_map)\[", str(jax.make_jaxpr(run)(given)))[1]
 
     assert outermost(True) == "scan" and outermost(False) == "mpmd_map"
-
-
-def test_blocks_of_a_cluster_do_not_claim():
-    rows, weights, _, sizes = operands()
-    tiles = Tiles(m=128, n=128, stages=2, cluster="m", claimed=True)
-    with pytest.raises(ValueError, match="both blocks of a cluster must have the same tile"):
-        rows_by_weights(rows, weights, sizes, transposed=False, tiles=tiles, num_sms=2)
 
 
 SHAPES = {  # of experts: hidden size, width

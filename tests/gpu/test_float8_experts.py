@@ -35,7 +35,6 @@ CASES = {
     "all empty": ((0, 0, 0), 256, 128, TILES),
     "half of gpt-oss": ((40, 0, 200), 2880, 1472, TILES),
     "many small, claimed": ((3,) * 40, 128, 192, dataclasses.replace(TILES, claimed=True)),
-    "clusters": ((77, 1, 300, 0, 130), 256, 512, dataclasses.replace(TILES, cluster="m")),
 }
 
 

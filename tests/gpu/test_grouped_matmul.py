@@ -28,17 +28,13 @@ GROUPS = {
     "one": (1000,),
 }
 TILINGS = {
-    "no clusters": Tiles(),
-    "clusters n": Tiles(cluster="n"),
-    "clusters m": Tiles(cluster="m"),
-    "tall, clusters n": Tiles(m=256, n=128, cluster="n"),
+    "usual": Tiles(),
     "tall": hopper.TALL,
     "split n": Tiles(split="n"),
     "half as high": Tiles(m=64, split="n"),
     "half as high, claimed": Tiles(m=64, split="n", claimed=True),
     "a piece a tile": Tiles(m=64, n=128, stages=8, split="n"),
     "a piece a tile, claimed": Tiles(m=64, n=128, stages=8, split="n", claimed=True),
-    "no delay": Tiles(delay=0),
     "claimed": Tiles(claimed=True),
     "claimed, small": Tiles(n=128, stages=6, claimed=True),
     "fitted": Tiles(m=144, split="n", fitted=True, band=2),
@@ -102,9 +98,7 @@ def test_tilings(tiling):
     check(*operands((1, 700, 9, 12000), depth=512), plan)
 
 
-@pytest.mark.parametrize(
-    "tiling", ["no clusters", "half as high, claimed", "claimed, small", "tall", "fitted, claimed"]
-)
+@pytest.mark.parametrize("tiling", ["usual", "half as high, claimed", "claimed, small", "tall", "fitted, claimed"])
 @pytest.mark.parametrize("groups", GROUPS)
 def test_gathered_rows(groups, tiling):
     """Rows by an index: the bits of the same kernels on rows that were put in order, and of any index behind them."""
@@ -279,9 +273,7 @@ def test_experts_of_every_shape(shape, name, biased):
         np.testing.assert_allclose(one / scale, other / scale, atol=0.02, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize(
-    "tiling", ["no clusters", "clusters m", "no delay", "split n", "half as high", "half as high, claimed", "fitted"]
-)
+@pytest.mark.parametrize("tiling", ["usual", "split n", "half as high", "half as high, claimed", "fitted"])
 def test_tilings_of_swiglu(tiling, monkeypatch):
     monkeypatch.setattr(hopper, "GATED", TILINGS[tiling])
     monkeypatch.setattr(hopper, "in_overlap", lambda: TILINGS[tiling].claimed)  # or the plan would not claim

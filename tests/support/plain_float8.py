@@ -56,8 +56,8 @@ def activated_rows(rows, weights, sizes, *, width, activation, projections, tile
     of = [_product(rows, w, sizes, w.values.shape[1]) for w in weights]
     count = rows.values.shape[0]
     values, scales = quantize_arrays(activation(*of), FORMAT)
-    facts, _ = row_tiles(sizes, count, tiles.cluster_m)
-    at = jnp.minimum(facts[1][:, None] + jnp.arange(tiles.cluster_m), count - 1)
+    facts, _ = row_tiles(sizes, count, tiles.m)
+    at = jnp.minimum(facts[1][:, None] + jnp.arange(tiles.m), count - 1)
     kept = () if projections is None else tuple(a[:, :width].astype(projections) for a in of)
     return Quantized(values, scales[at].swapaxes(1, 2)), kept
 

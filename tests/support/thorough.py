@@ -193,7 +193,6 @@ THOROUGH = (
     "transfer/test_benchmark.py::test_the_command",
     "examples/test_examples.py::test_example[push_weights]",
     "benchmarks/test_jax_best.py::test_the_command_end_to_end[1]",
-    "flax/test_hopper.py::test_kernels_in_the_interpreter[cluster m]",
     "flax/test_hopper.py::test_kernels_in_the_interpreter[few rows]",
     "flax/test_chunks.py::test_the_compiled_tpu_program_keeps_the_order",
     "native/nodes/test_nodes_emulated.py::test_a_fault_in_a_kernel_is_seen[crosses-twice]",
