@@ -12,8 +12,9 @@ from tests.support import ROOT
 from tools import children
 
 PARENT = """
-import subprocess, sys, time
+import signal, subprocess, sys, time
 from tools.children import bound
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs inherit that it is ignored
 child = subprocess.Popen(bound(["sleep", "100"]), start_new_session=True)
 time.sleep(0.3)  # until the child has become `sleep`
 print(child.pid, flush=True)
