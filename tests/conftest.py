@@ -147,6 +147,10 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.slow)
         for mark in selections.marks(item.nodeid):
             item.add_marker(mark)
+    optimized = {item.path for item in items if item.get_closest_marker("optimized")}
+    unsaid = [str(path) for path in optimized if "mark.optimized" not in path.read_text()]
+    if unsaid:
+        raise pytest.UsageError(f"tools/run_tests.sh finds the marker `optimized` by its text, not there: {unsaid}")
     items.sort(key=lambda item: not any(name in item.nodeid for name in LONGEST))
     if config.args == config.getini("testpaths"):  # the whole suite: the table can be compared with it
         missing = not_there([item.nodeid for item in items])

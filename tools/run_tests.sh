@@ -2,7 +2,8 @@
 # run_tests.sh PYTHON MARKS [PYTEST_ARGUMENT ...]: the selected tests, those marked `optimized` in processes of their own.
 # XLA reads its flags once: where all programs are compiled the quick way, tests/support/quick_compiler.py halves the
 # time. So are the kernels on host threads: each of their programs keeps all cores busy, and tests of JAX beside one
-# take twice as long.
+# take twice as long. Unless an argument names places, these two parts collect only the files that have such tests, as
+# conftest.py holds them to: every process that collects the whole suite takes six seconds for it.
 set -u
 python=$1 marks=$2
 shift 2
@@ -10,8 +11,15 @@ none=5  # pytest's status where nothing is selected
 status=$none
 parts=("not optimized" "optimized")
 [[ $marks == *"not kernels"* ]] || parts=("kernels" "not kernels and not optimized" "not kernels and optimized")
+named=
+for word; do [ -e "${word%%::*}" ] && named=1; done
 for part in "${parts[@]}"; do
-  "$python" -m pytest -m "($marks) and $part" "$@"
+  places=()
+  case $named$part in
+    kernels) places=(tests/native) ;;
+    "optimized" | "not kernels and optimized") mapfile -t places < <(grep -rl --include='test_*.py' 'mark\.optimized' tests) ;;
+  esac
+  "$python" -m pytest ${places[@]+"${places[@]}"} -m "($marks) and $part" "$@"
   ended=$?
   [ $ended = 2 ] && exit 2  # interrupted
   [ $ended = $none ] && continue

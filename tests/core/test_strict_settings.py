@@ -104,9 +104,12 @@ def test_placements(mesh4, options, x64):
     with jax.enable_x64(x64):
         lower(body, mesh4)
         lower(gradients(lambda *args: body(*args)[0]), mesh4)
-        everywhere = placement.move(jnp.ones((8, 3), jnp.float16), None, placement)
-        assert placement.reduce(everywhere).shape == (8, 3)
-        assert placement.route(jnp.ones((2, 2), jnp.int32), 1).dtype == jnp.int32
+        outside = jax.jit(
+            lambda w, idx: (placement.reduce(placement.move(w, None, placement)), placement.route(idx, 1))
+        )
+        lowered = outside.lower(jnp.ones((8, 3), jnp.float16), jnp.ones((2, 2), jnp.int32))
+        moved_back, slots = lowered.out_info
+        assert moved_back.shape == (8, 3) and slots.dtype == jnp.int32
 
 
 def test_two_axes(node_mesh):
@@ -165,11 +168,14 @@ def test_drop_ins_with_gradients(mesh4, groups):
 
 
 def test_routers_and_layout_counts():
-    scores = jnp.ones((T, E))
-    xm.routing.top_k(scores, K)
-    xm.routing.top_k(scores, K, score="sigmoid", bias=jnp.zeros(E))
-    xm.routing.group_limited_top_k(scores, K, num_groups=4, topk_groups=2, bias=jnp.zeros(E))
-    xm.get_dispatch_layout(jnp.zeros((T, K), jnp.int32), num_experts=E, num_ranks=4, ranks_per_node=2)
+    @jax.jit
+    def all_of_them(scores, bias, idx):
+        xm.routing.top_k(scores, K)
+        xm.routing.top_k(scores, K, score="sigmoid", bias=bias)
+        xm.routing.group_limited_top_k(scores, K, num_groups=4, topk_groups=2, bias=bias)
+        xm.get_dispatch_layout(idx, num_experts=E, num_ranks=4, ranks_per_node=2)
+
+    all_of_them.lower(jnp.ones((T, E)), jnp.zeros(E), jnp.zeros((T, K), jnp.int32))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
