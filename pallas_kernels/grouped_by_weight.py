@@ -2,9 +2,10 @@
 
 What moves: tiles of rows `[C, A]` and of cotangents `[C, B]`, of which a visit multiplies the rows of one expert, in
 pieces as deep as the matrix unit. A piece may have rows of other experts, and rows past the last expert, which may be
-uninitialised memory: zeros take their place in both operands. The sums of an expert stay in VMEM in float32. Every
-piece also writes them, rounded, to the block of the result, which leaves after the expert's last visit: so no pass over
-the sums stands between two experts.
+uninitialised memory: zeros take their place in both operands. The sums of an expert stay in VMEM in float32. Two pieces
+are added to them at a time, one after the other, because the matrix units wait where each turn of a loop begins. Every
+turn also writes the sums, rounded, to the block of the result, which leaves after the expert's last visit: so no pass
+over the sums stands between two experts.
 
 Tiles of a weight are the first two dimensions of the grid; two cores share the first. Tiles of many rows are cut at
 fewer experts, so fewer pieces are filled in part.
@@ -42,9 +43,10 @@ class WeightTiles:
     piece: int
 
     def vmem_bytes(self, itemsize: int) -> int:
-        """Returns the bytes of VMEM that the kernel takes: two blocks of each operand and of the result, and sums."""
+        """Returns the bytes of VMEM that the kernel takes: two blocks of each operand and of the result, the sums, and
+        as many more that a turn makes of them."""
         given = 2 * self.rows * (self.above + self.columns) * itemsize
-        return given + self.above * self.columns * (4 + 2 * itemsize)
+        return given + self.above * self.columns * (2 * 4 + 2 * itemsize)
 
 
 def pieces_of(begin: Any, end: Any, tiles: WeightTiles) -> tuple[Any, Any]:
@@ -64,25 +66,38 @@ def _body(refs: Any, *, tiles: WeightTiles, local: int) -> None:
     starts = (visit == 0) | (refs.experts[jnp.maximum(visit - 1, 0)] != expert)
     some = (expert < local) & (begin < end)
 
-    @pl.loop(0, jnp.where(some, count, 0))
-    def _(number: Any) -> None:
-        at = pl.multiple_of(first + number * tiles.piece, ALIGNMENT)
+    count = jnp.where(some, count, 0)
 
-        def masked(ref: Any) -> jax.Array:
-            value = ref[pl.ds(at, tiles.piece)]
-            row = lax.broadcasted_iota(jnp.int32, value.shape, 0) + at
-            return jnp.where((row >= begin) & (row < end), value, jnp.zeros_like(value))
+    def multiply(number: Any, pieces: int) -> None:
+        """Adds up the products of `pieces` pieces, one after the other, and writes their sum once."""
+        total = jnp.where(starts & (number == 0), 0.0, refs.total[...])
+        for n in range(pieces):
+            at = pl.multiple_of(first + (number + n) * tiles.piece, ALIGNMENT)
 
-        product = lax.dot_general(
-            masked(refs.rows),
-            masked(refs.cotangents),
-            (((0,), (0,)), ((), ())),
-            precision(refs.rows.dtype),
-            preferred_element_type=jnp.float32,
-        )
-        total = product + jnp.where(starts & (number == 0), 0.0, refs.total[...])
+            def masked(ref: Any, at: Any = at) -> jax.Array:
+                value = ref[pl.ds(at, tiles.piece)]
+                row = lax.broadcasted_iota(jnp.int32, value.shape, 0) + at
+                return jnp.where((row >= begin) & (row < end), value, jnp.zeros_like(value))
+
+            total = total + lax.dot_general(
+                masked(refs.rows),
+                masked(refs.cotangents),
+                (((0,), (0,)), ((), ())),
+                precision(refs.rows.dtype),
+                preferred_element_type=jnp.float32,
+            )
         refs.total[...] = total
         refs.out[0] = total.astype(refs.out.dtype)
+
+    done: Any = 0
+    for pieces in (2, 1) if tiles.rows > tiles.piece else (1,):
+        turns = lax.div(count - done, pieces)
+
+        @pl.loop(0, turns)
+        def _(turn: Any, pieces: int = pieces, done: Any = done) -> None:
+            multiply(done + turn * pieces, pieces)
+
+        done = done + turns * pieces
 
     @pl.loop(0, ((expert < local) & starts & jnp.logical_not(some)).astype(jnp.int32))
     def _(only: Any) -> None:  # the one visit of an expert without rows

@@ -49,15 +49,18 @@ class Tiles:
     piece: int
 
     @property
-    def longer(self) -> int:
-        """Rows of a piece that ends with few rows behind a whole one."""
-        return self.piece + self.piece // 2
+    def longer(self) -> tuple[int, ...]:
+        """Rows of pieces that take the place of a last whole one and what follows it: a quarter of a piece apart, from
+        one and a quarter of a piece on. A tile of one piece has none."""
+        apart = max(ALIGNMENT, self.piece // 4)
+        return tuple(range(self.piece + apart, 2 * self.piece, apart)) if self.piece < self.rows else ()
 
-    def vmem_bytes(self, operands: int, itemsize: int, results: int = 1) -> int:
-        """Returns the bytes of VMEM that the kernel takes for `operands` weights, each with a block of rows and one of
-        float32 sums, and for `results` blocks of the size of a result. Of every block but the sums there are two."""
-        given = 2 * operands * (self.rows + self.columns) * self.depth * itemsize
-        return given + self.rows * self.columns * (4 * operands + 2 * results * itemsize)
+    def vmem_bytes(self, weights: int, given: int, itemsize: int, results: int = 1) -> int:
+        """Returns the bytes of VMEM that the kernel takes for a block of each of `weights`, each with one of float32
+        sums, for blocks of `given` operands of rows, and for `results` blocks of the size of a result. Of every block
+        but the sums there are two."""
+        operands = 2 * (given * self.rows + weights * self.columns) * self.depth * itemsize
+        return operands + self.rows * self.columns * (4 * weights + 2 * results * itemsize)
 
 
 def visits_of(group_sizes: jax.Array, rows: int, tile: int, least: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -93,20 +96,21 @@ Sums = Sequence[Sequence[tuple[int, int]]]
 
 def pieces_of(begin: Any, end: Any, tiles: Tiles) -> tuple[Any, Any, Any]:
     """Returns how the rows `[begin, end)` of a tile are cut into pieces: the first row of the first piece, the number
-    of pieces of `tiles.piece` rows, and 1 if a longer one of `tiles.longer` rows follows, else 0.
+    of pieces of `tiles.piece` rows, and which of `tiles.longer` follows them, counted from 1; 0 for none.
 
     A piece of `tiles.piece` rows takes as long as a shorter one would, and one longer piece is cheaper than two pieces.
 
     Args:
       begin, end: int32, numbers of rows within the tile; `begin` may be `end`.
     """
-    first = lax.div(begin, ALIGNMENT) * ALIGNMENT
+    first, apart = lax.div(begin, ALIGNMENT) * ALIGNMENT, max(ALIGNMENT, tiles.piece // 4)
     count, rest = lax.div(end - first, tiles.piece), lax.rem(end - first, tiles.piece)
-    longer = (count > 0) & (rest > 0) & (rest <= tiles.longer - tiles.piece)
-    count = jnp.where(longer, count - 1, count + (rest > 0))
-    longer = longer.astype(jnp.int32)
+    more = lax.div(rest + (apart - 1), apart)
+    more = jnp.where((count > 0) & (more <= len(tiles.longer)), more, 0)
+    count = jnp.where(more > 0, count - 1, count + (rest > 0))
+    size = jnp.where(more > 0, tiles.piece + more * apart, 0)
     # where the last piece would end behind the tile, all of them begin earlier, with rows of other experts
-    return jnp.minimum(first, tiles.rows - count * tiles.piece - longer * tiles.longer), count, longer
+    return jnp.minimum(first, tiles.rows - count * tiles.piece - size), count, more
 
 
 def rows_of_visit(refs: Any, visit: Any, rows: int) -> tuple[Any, Any]:
@@ -125,18 +129,20 @@ def _body(
     visit, step = pl.program_id(1), pl.program_id(2)
     expert, last = refs.experts[visit], pl.num_programs(2) - 1
     begin, end = rows_of_visit(refs, visit, tiles.rows)
-    first, count, longer = pieces_of(begin, end, tiles)
+    first, count, more = pieces_of(begin, end, tiles)
 
     def store_at(first: Any) -> Store:
         def store(out: Any, value: jax.Array) -> None:
+            times = out.shape[0] // tiles.rows if len(out.shape) < 4 else 1  # two halves of a row are two rows
+
             def put(at: Any, value: jax.Array, axis: int, first: Any) -> None:
                 row = lax.broadcasted_iota(jnp.int32, value.shape, axis) + first
-                mine = (row >= begin) & (row < end)
-                others = jnp.where(row < begin, out[at].astype(jnp.float32), 0.0)
+                mine = (row >= times * begin) & (row < times * end)
+                others = jnp.where(row < times * begin, out[at].astype(jnp.float32), 0.0)
                 out[at] = jnp.where(mine, value, others).astype(out.dtype)
 
             if len(out.shape) < 4:
-                put((pl.ds(first, value.shape[0]),), value, 0, first)
+                put((pl.ds(times * first, value.shape[0]),), value, 0, times * first)
                 return
             for n in range(0, value.shape[1], ALIGNMENT):
                 at = (0, 0, pl.ds(lax.div(first, ALIGNMENT) + n // ALIGNMENT, 1))
@@ -177,12 +183,12 @@ def _body(
     def _(number: Any) -> None:
         multiply(first + number * tiles.piece, tiles.piece)
 
-    if tiles.longer <= tiles.rows:
+    for which, size in enumerate(tiles.longer, 1):
 
-        @pl.loop(0, jnp.where(expert < local, longer, 0))
-        def _(number: Any) -> None:
-            del number
-            multiply(first + count * tiles.piece, tiles.longer)
+        @pl.loop(0, ((expert < local) & (more == which)).astype(jnp.int32))
+        def _(only: Any, size: int = size) -> None:
+            del only
+            multiply(first + count * tiles.piece, size)
 
     if not zeros:
         return
@@ -193,13 +199,23 @@ def _body(
         at = pl.multiple_of(number * tiles.piece, tiles.piece)
         for n in range(outs):
             out = getattr(refs, f"out_{n}")
-            shape = (1, tiles.piece) if len(out.shape) == 4 else (tiles.piece, out.shape[1])
+            rows = out.shape[0] // tiles.rows * tiles.piece
+            shape = (1, tiles.piece) if len(out.shape) == 4 else (rows, out.shape[1])
             store_at(at)(out, jnp.zeros(shape, jnp.float32))
 
 
 def _one_sum(refs: Any, here: Any, totals: Sequence[jax.Array], store: Store) -> None:
     del here
     store(refs.out_0, totals[0])
+
+
+def _in_halves(refs: Any, here: Any, totals: Sequence[jax.Array], store: Store) -> None:
+    """The sums of the first and of the second half of each row become two rows."""
+    del here
+    dtype = refs.out_0.dtype
+    first, second = (lax.bitcast_convert_type(t.astype(dtype).astype(jnp.float32), jnp.int32) for t in totals)
+    words = lax.shift_right_logical(first, jnp.int32(16)) | second
+    store(refs.out_0, pltpu.bitcast(words, dtype).astype(jnp.float32))
 
 
 def grouped_products(
@@ -209,6 +225,7 @@ def grouped_products(
     *,
     activation: Any = None,
     keep: bool = True,
+    halves: bool = False,
     tiles: Tiles,
     launch: Launch,
 ) -> list[jax.Array]:
@@ -218,6 +235,9 @@ def grouped_products(
       rows: `[C, A]`, sorted by expert. weights: each `[L, A, B]` of the same dtype. group_sizes: int32 `[L]`.
       activation: on float32, of the products as they are rounded; None for none.
       keep: the products are results.
+      halves: the product of the one weight is the result, as bfloat16 `[2 * C, B / 2]`, the two halves of each row. Two
+        rows of bfloat16 share words of 32 bits in HBM, so that a DMA of these two brings no other. The tiles' columns
+        divide `B / 2`.
 
     Returns:
       `[C, B]` each in the dtype of the rows, unspecified past the last group: the activation if there is one, and the
@@ -232,17 +252,19 @@ def grouped_products(
         for n, value in enumerate(found):
             store(getattr(refs, f"out_{n}"), value)
 
+    given = [*weights] * (2 if halves else 1)
     return _launched(
         "xen_moe_grouped_products",
         [rows],
-        weights,
+        given,
         group_sizes,
         (),
-        sums=[[(0, n)] for n in range(len(weights))],
+        sums=[[(0, n)] for n in range(len(given))],
         transposed=False,
-        finish=finish,
+        finish=_in_halves if halves else finish,
         results=(activation is not None) + keep * len(weights),
         zeros=False,
+        halves=2 if halves else 1,
         tiles=tiles,
         launch=launch,
     )
@@ -253,6 +275,7 @@ def grouped_transposed(
     weights: Sequence[jax.Array],
     group_sizes: jax.Array,
     *,
+    halves: bool = False,
     tiles: Tiles,
     launch: Launch,
 ) -> jax.Array:
@@ -260,15 +283,24 @@ def grouped_transposed(
 
     Args:
       cotangents: each `[C, A]`, sorted by expert. weights: each `[L, B, A]` of the same dtype.
-      group_sizes: int32 `[L]`, rows of each expert.
+      group_sizes: int32 `[L]`, rows of each expert. halves: as in `grouped_products`.
 
     Returns:
       `[C, B]` in the dtype of the cotangents, zero past the last group.
     """
-    name = "xen_moe_grouped_transposed"
-    sums = [[(n, n) for n in range(len(weights))]]
+    parts, count = 2 if halves else 1, len(weights)
     (out,) = _launched(
-        name, cotangents, weights, group_sizes, (), sums=sums, finish=_one_sum, results=1, tiles=tiles, launch=launch
+        "xen_moe_grouped_transposed",
+        cotangents,
+        [*weights] * parts,
+        group_sizes,
+        (),
+        sums=[[(n, part * count + n) for n in range(count)] for part in range(parts)],
+        finish=_in_halves if halves else _one_sum,
+        results=1,
+        halves=parts,
+        tiles=tiles,
+        launch=launch,
     )
     return out
 
@@ -340,6 +372,7 @@ def _launched(
     results: int,
     of_rows: int = 0,
     zeros: bool = True,
+    halves: int = 1,
     tiles: Tiles,
     launch: Launch,
 ) -> list[jax.Array]:
@@ -351,12 +384,14 @@ def _launched(
       results: number of results `[C, B]` in the dtype of the rows; zero past the last group with `zeros`.
       of_rows: number of further results, float32 `[N, C / rows, rows / 16, 16]`, which have one number of each row for
         each of `N` tiles of columns.
+      halves: 2 if the second half of the weights stands for the second half of the columns of the first ones, and each
+        row of a result is two rows; else 1.
 
     Returns:
       The results, then the further ones.
     """
     (rows, depth), (local, *shape), dtype = given[0].shape, weights[0].shape, given[0].dtype
-    width = shape[0 if transposed else 1]
+    width = shape[0 if transposed else 1] // halves
     sizes = group_sizes.astype(jnp.int32)
     if zeros:  # what follows the last expert is a group, too
         sizes = jnp.append(sizes, jnp.maximum(rows - jnp.sum(sizes, dtype=jnp.int32), 0))
@@ -368,8 +403,9 @@ def _launched(
         del n, expert, ends
         return tile[v], k
 
-    def of_weights(n: Any, v: Any, k: Any, tile: Any, expert: Any, ends: Any) -> Any:
+    def of_weights(half: int, n: Any, v: Any, k: Any, tile: Any, expert: Any, ends: Any) -> Any:
         del tile, ends
+        n = n + half * across
         return jnp.minimum(expert[v], local - 1), *((n, k) if transposed else (k, n))
 
     def of_tiles(n: Any, v: Any, k: Any, tile: Any, expert: Any, ends: Any) -> Any:
@@ -384,7 +420,7 @@ def _launched(
         del k, expert, ends
         return n, tile[v], 0, 0
 
-    block = pl.BlockSpec((tiles.rows, tiles.columns), of_tiles)
+    block = pl.BlockSpec((halves * tiles.rows, tiles.columns), of_tiles)
     beside = [block if a.shape[1] == width else pl.BlockSpec((tiles.rows, 1), of_factors) for a in extra]
     outs = results + of_rows
     references = ["tiles", "experts", "ends", *(f"rows_{n}" for n in range(len(given)))]
@@ -407,11 +443,14 @@ def _launched(
             num_scalar_prefetch=3,
             grid=(across, table[0].shape[0], steps),
             in_specs=[pl.BlockSpec((tiles.rows, tiles.depth), of_given)] * len(given)
-            + [pl.BlockSpec((1, *of_step), of_weights)] * len(weights)
+            + [
+                pl.BlockSpec((1, *of_step), functools.partial(of_weights, halves * n // len(weights)))
+                for n in range(len(weights))
+            ]
             + beside,
             out_specs=[block] * results + [pl.BlockSpec((1, 1, *numbers), of_sums)] * of_rows,
             scratch_shapes=scratch,
         ),
-        out_shape=[((rows, width), dtype)] * results
+        out_shape=[((halves * rows, width), dtype)] * results
         + [((across, rows // tiles.rows, *numbers), jnp.float32)] * of_rows,
     )(*table, *given, *weights, *extra)

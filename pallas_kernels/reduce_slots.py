@@ -1,9 +1,9 @@
 """Expert rank: a token's rows -> one partial record -> staging of the token's rank.
 
 What moves: for each group of (source, token) pairs, their rows of `y`, one local DMA each, read in XLA's own layout
-of `[C, H]`: a float32 row as it is, a bfloat16 row as the pair of rows that shares its 32-bit words (of which one is
-used). Rows are multiplied by their weights and added in float32 in slot order; the sum becomes a record and leaves by
-remote DMA.
+of `[C, H]`: a float32 row as it is, a bfloat16 row as the pair of rows that shares its 32-bit words, of which one is
+used. Where `y` was made as `[2 C, H / 2]`, the pair is the two halves of a row. Rows are multiplied by their weights
+and added in float32 in slot order; the sum becomes a record and leaves by remote DMA.
 Steps: a block of pairs, ordered by `order_pairs`, has a table in SMEM, and its groups follow each other in a loop.
 Double buffers everywhere: the next group's rows and the next block's table arrive, and the last group's records leave,
 while this group is added up. Ranks begin with different blocks, so that they do not all send to the same rank.
@@ -92,6 +92,7 @@ class _Static:
     columns: Columns
     weighted: bool
     paired: bool
+    halved: bool
     axes: peers.Axes | None
     cores: int
     table: bool
@@ -192,13 +193,12 @@ def _wait(refs: _Refs, static: _Static, slot: Any) -> None:
     await_whole(rows, refs.state[GATHERED + slot], refs.arrived.at[slot])
 
 
-def _values(words: jax.Array, number: jax.Array, paired: bool) -> jax.Array:
-    """float32 values of rows, `+0.0` where `number [N, 1]` is negative; `paired`: even rows are the low halves of the
-    words, odd rows the high halves.
-    """
-    there = jnp.where(number >= 0, jnp.int32(-65536 if paired else -1), 0)
-    if paired:
-        words = words << jnp.where((number & 1) == 1, 0, 16)
+def _values(words: jax.Array, number: jax.Array, high: jax.Array | bool | None) -> jax.Array:
+    """float32 values of rows, `+0.0` where `number [N, 1]` is negative. In words of bfloat16 they are the high halves
+    where `high` is true, else the low ones; other words have none."""
+    there = jnp.where(number >= 0, jnp.int32(-1 if high is None else -65536), 0)
+    if high is not None:
+        words = words << ((0 if high else 16) if isinstance(high, bool) else jnp.where(high, 0, 16))
     else:
         words = lax.bitcast_convert_type(words, jnp.int32)
     return lax.bitcast_convert_type(words & there, jnp.float32)
@@ -222,13 +222,16 @@ def _add_up(refs: _Refs, static: _Static, group: Any, depth: Any, slot: Any) -> 
             mine = (lane == (number & (LANES - 1))) & (number >= 0)
             weights = refs.weight_rows[slot, s, tiles].reshape(part, LANES)
             weight = jnp.sum(jnp.where(mine, weights, 0.0), axis=1, keepdims=True)
-        for c in range(static.record.chunks):
-            columns = slice(c * LANES, (c + 1) * LANES)
-            words = refs.buffer[slot, s, tiles, :, columns].reshape(part, LANES)
-            row = _values(words, number, static.paired)
-            if weight is not None:
-                row = keep(row * weight, refs.zero[0])
-            refs.acc[here, columns] = before(here, columns) + row
+        halves, high = (2, None) if static.halved else (1, (number & 1) == 1 if static.paired else None)
+        chunks = static.record.chunks // halves
+        for c in range(chunks):
+            words = refs.buffer[slot, s, tiles, :, c * LANES : (c + 1) * LANES].reshape(part, LANES)
+            for half in range(halves):
+                columns = slice((c + half * chunks) * LANES, (c + half * chunks + 1) * LANES)
+                row = _values(words, number, half == 1 if static.halved else high)
+                if weight is not None:
+                    row = keep(row * weight, refs.zero[0])
+                refs.acc[here, columns] = before(here, columns) + row
 
     def add(s: Any, before: Any) -> None:
         for n in range(pairs // part):
@@ -364,6 +367,7 @@ def reduce_slots(
     axes: peers.Axes | None,
     launch: Launch,
     cores: int = 1,
+    halved: bool = False,
 ) -> jax.Array:
     """Reduces each pair's rows and sends the partial sums.
 
@@ -375,12 +379,16 @@ def reduce_slots(
       quantize: how to quantize partial sums, or None to send partial sums in `y.dtype`.
       cores: cores that share the pairs: 1; or `launch.cores` where `halves_of_ranks` is true, or where the sums stay on
         this rank (`axes=None`).
+      halved: read bfloat16 `y` as `[2 C, hidden / 2]`, for which `hidden` must be a multiple of 256. Where this is the
+        form in which `y` was made, half of the bytes are read; else it costs a copy.
 
     Returns:
       int32 `[staging_rows, *record.shape]`; rows that no rank addressed are unspecified.
     """
-    paired = y.dtype.itemsize == 2
-    if paired and launch.interpret:
+    words = jnp.int32 if y.dtype.itemsize == 2 else y.dtype
+    if halved:
+        y = y.reshape(-1, record.hidden // 2)
+    if y.dtype.itemsize == 2 and launch.interpret:
         y = _pair_words(y)
     group = pairs_at_once(launch.block)
     if isinstance(pairs, Ordered):
@@ -412,7 +420,7 @@ def reduce_slots(
         pltpu.SMEM((2 * columns.words,), jnp.int32),
         pltpu.SemaphoreType.DMA((2,)),
         pltpu.SMEM((GATHERED + 2,), jnp.int32),
-        pltpu.VMEM((2, slots, group // TILE, TILE, record.hidden), jnp.int32 if paired else y.dtype),
+        pltpu.VMEM((2, slots, group // TILE, TILE, y.shape[1]), words),
         pltpu.SemaphoreType.DMA((2,)),
         pltpu.VMEM((group, record.hidden), jnp.float32),
         Outgoing.scratch(record.shape, group, spread=True),
@@ -427,7 +435,8 @@ def reduce_slots(
     names += ["target", "table", "table_came", "state", "buffer", "arrived", "acc", "outgoing", "sent", "send"]
     names += ["recv", "credits"] if axes is not None else []
     names += ["weight_rows"] if operands else []
-    static = _Static(record, quantize, columns, weights is not None, paired, axes, cores, table)
+    paired = words == jnp.int32 and not halved
+    static = _Static(record, quantize, columns, weights is not None, paired, halved, axes, cores, table)
     return launch.call(
         functools.partial(_body, static=static),
         _Refs,

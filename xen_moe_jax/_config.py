@@ -79,6 +79,17 @@ class KernelConfig:
         object.__setattr__(self, name, number)
 
 
+@dataclasses.dataclass(frozen=True)
+class RowsInHalves(KernelConfig):
+    """Tuning of a combine whose bfloat16 rows a kernel for TPUs has made in halves (`experts.on_tpu.in_halves`)."""
+
+    @classmethod
+    def of(cls, config: KernelConfig | None) -> RowsInHalves:
+        """Returns a config with the same fields."""
+        config = config or DEFAULT_CONFIG
+        return cls(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+
+
 def _is_interpret_params(value: Any) -> bool:
     """Compares the type by name: importing Pallas takes a second, which only its users should pay."""
     return type(value).__name__ == "InterpretParams" and type(value).__module__.startswith("jax.")

@@ -22,7 +22,7 @@ from xen_moe_jax._replicated import combine_replicated, dispatch_replicated
 from xen_moe_jax._types import BlockScaled, MoEMLPInfo, Routed
 from xen_moe_jax.experts import float8, gathered, hopper, lent, tpu_decode, tpu_decode_layer
 from xen_moe_jax.experts.arrived import Way, dispatch_quantized
-from xen_moe_jax.experts.combined import Return, by_hopper, experts_and_combine, run_experts, sent_as
+from xen_moe_jax.experts.combined import Return, by_hopper, config_for_rows, experts_and_combine, run_experts, sent_as
 from xen_moe_jax.experts.function import ACTIVATIONS, APPLY_WEIGHTS_TO, GROUPED_MATMULS, ExpertFunction
 
 CALLER = "moe_mlp"
@@ -186,6 +186,8 @@ def moe_mlp(
         arriving = float8.wire_of_rows(function, wire)
         if arriving is None:
             x, sending["wire"] = sent_as(function, x, wire)
+            if placement is balance is slots_per_rank is None and isinstance(axis_name, str):
+                config = config_for_rows(function, values, weights, capacity, config)
             routed = dispatch(x, topk_idx, topk_weights, **routing, **sending, config=config)
         else:
             del sending["wire"], sending["gradient_wire"]

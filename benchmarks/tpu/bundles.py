@@ -438,7 +438,8 @@ def grid_of(name: str, keywords: dict[str, Any], spec: Any, results: Any) -> Gri
         tile = tiles.columns * tiles.depth
         count = 1 + max(left for terms in keywords["sums"] for left, _ in terms)
         blocks = [*spec.in_specs[count + pairs :], *spec.out_specs]
-        beside = spec.grid[0] * sum(block.block_shape[1] for block in blocks if len(block.block_shape) == 2)
+        shapes = [block.block_shape for block in blocks if len(block.block_shape) == 2]
+        beside = spec.grid[0] * sum(high // tiles.rows * wide for high, wide in shapes)
         sizes = (steps > 1, across * count * tiles.depth, beside, across * pairs * tile)
     split, *moved = sizes
     products = pairs * tiles.piece * tile

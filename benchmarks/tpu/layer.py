@@ -158,6 +158,7 @@ def left_out(document: dict[str, Any]) -> list[str]:
 def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) -> dict[str, Any]:
     """Compiles one program and counts it."""
     from benchmarks.tpu import layer_programs as tpu_layer_programs
+    from xen_moe_jax.backends.pallas import hardware
 
     generation = TARGETS[topology]
     chip = tpu_topologies.TOPOLOGIES[generation]
@@ -195,7 +196,11 @@ def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) ->
         "by_kernel_us": {name: round(cycles * us, 1) for name, cycles in counted.items()},
         "grouped_us": {name: round(cycles * us, 1) for name, cycles in grouped.items()},
         "ragged_us": ragged_us(compiled.text, chip, experts),
-        **({"hbm_us": hbm_us(chip, devices, seed)} if own else {}),
+        **(
+            {"hbm_us": hbm_us(chip, devices, seed, halves=matmul == "auto" and generation in hardware.HALVES)}
+            if own
+            else {}
+        ),
         "uncounted": uncounted,
         "xla_us": round(tpu_bundles.xla_cycles(compiled.text) * us, 1),
         "scalar_operations": tpu_bundles.scalar_operations(compiled.text),
@@ -251,14 +256,17 @@ def grouped_cycles(
         found[name] = 0.0
         for grid, loop in zip(grids, loops, strict=True):
             bundles = _of_grid(loop)
-            longest = bundles.pop(0) if name != tpu_bundles.BY_WEIGHT and 3 * grid.piece <= 2 * grid.tile else 0
+            whole, more, seen = pieces(experts, grid)
+            longer = [bundles.pop(0) for _ in more][::-1]
             zeros = bool(grid.rows) and name != tpu_bundles.GROUPED[0]
             if len(bundles) <= zeros:
                 raise ValueError(f"{name}: a step has other loops than its pieces and zeros")
             step = sum(inner.bundles for inner in loop.inner)
             least = 2 * grid.products * loop.cores / chip.flops_per_s * chip.clock_hz
-            whole, longer, seen = pieces(experts, grid)
-            work = whole * max(bundles[0], least) + longer * max(longest, 1.5 * least)
+            work = whole * max(bundles[0], least)
+            work += sum(
+                n * max(b, size / grid.piece * least) for b, (size, n) in zip(longer, more.items(), strict=True)
+            )
             if zeros:  # past the last group
                 work += (grid.rows - rows) // grid.piece * bundles[-1]
             moved = (seen * grid.tile if grid.split else rows) * grid.given + rows * grid.beside
@@ -300,24 +308,26 @@ def visits(sizes: tuple[int, ...], rows: int) -> int:
     return sum(-(-end // rows) - (end - size) // rows for end, size in zip(ends.tolist(), sizes, strict=True) if size)
 
 
-def hbm_us(chip: tpu_topologies.Topology, devices: int, seed: int) -> dict[str, float]:
+def hbm_us(chip: tpu_topologies.Topology, devices: int, seed: int, halves: bool) -> dict[str, float]:
     """Microseconds in which HBM moves the bytes of the exchanges' kernels, forward and backward together: a record
-    counts as its row of bfloat16, and a row that `reduce_slots` reads as the two rows that share its words."""
+    counts as its row of bfloat16, and a row that `reduce_slots` reads as the two rows that share its words, unless it
+    was made in halves."""
     routing = tpu_bundles.uniform_routing(
         TOKENS, devices, SIZES["experts"], SIZES["top_k"], tpu_bundles.Grouping(16), seed
     )
     rows = {
         "xen_moe_push": TOKENS + routing.sent,
         "xen_moe_place": 2 * routing.placed,
-        "xen_moe_reduce_slots": 2 * routing.placed + routing.sent,
+        "xen_moe_reduce_slots": (1 if halves else 2) * routing.placed + routing.sent,
         "xen_moe_reduce_ranks": routing.sent + TOKENS,
     }
     us = 2 * SIZES["hidden"] * 2 / chip.hbm_bytes_per_s * 1e6
     return {name: round(n * us, 1) for name, n in rows.items()}
 
 
-def pieces(sizes: tuple[int, ...], grid: tpu_bundles.Grid) -> tuple[int, int, int]:
-    """Pieces, longer pieces, and visits, into which the rows of experts of these sizes are cut."""
+def pieces(sizes: tuple[int, ...], grid: tpu_bundles.Grid) -> tuple[int, dict[int, int], int]:
+    """Pieces, longer pieces by their rows, and visits, into which the rows of experts of these sizes are cut. In a
+    gradient by weights a pair of pieces counts as a longer one."""
     from xen_moe_jax.pallas_kernels import grouped_by_weight, grouped_transposed
 
     ends = np.cumsum(sizes)
@@ -329,12 +339,14 @@ def pieces(sizes: tuple[int, ...], grid: tpu_bundles.Grid) -> tuple[int, int, in
     ]
     begin, end = np.array(found, np.int32).T
     if grid.kernel == tpu_bundles.BY_WEIGHT:
-        tiles = grouped_by_weight.WeightTiles(grid.tile, 128, 128, grid.piece)
-        return int(grouped_by_weight.pieces_of(begin, end, tiles)[1].sum()), 0, len(found)
-    _, whole, longer = grouped_transposed.pieces_of(
-        begin, end, grouped_transposed.Tiles(grid.tile, 128, 128, grid.piece)
-    )
-    return int(whole.sum()), int(longer.sum()), len(found)
+        of_weight = grouped_by_weight.WeightTiles(grid.tile, 128, 128, grid.piece)
+        _, whole = grouped_by_weight.pieces_of(begin, end, of_weight)
+        if grid.tile == grid.piece:
+            return int(whole.sum()), {}, len(found)
+        return int((whole % 2).sum()), {2 * grid.piece: int((whole // 2).sum())}, len(found)
+    tiles = grouped_transposed.Tiles(grid.tile, 128, 128, grid.piece)
+    _, whole, more = grouped_transposed.pieces_of(begin, end, tiles)
+    return int(whole.sum()), {size: int((more == n).sum()) for n, size in enumerate(tiles.longer, 1)}, len(found)
 
 
 def _of_grid(kernel: Loop) -> list[int]:

@@ -26,8 +26,9 @@ import jax
 
 from xen_moe_jax._api import combine, redispatch
 from xen_moe_jax._async_primitives import order
-from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._config import KernelConfig, RowsInHalves
 from xen_moe_jax._mesh import vary_alike
+from xen_moe_jax._numbers import as_int
 from xen_moe_jax._overlap import define_derivative
 from xen_moe_jax._quantize import parse_wire, quantize
 from xen_moe_jax._quantized_weight import QuantizedWeight
@@ -78,16 +79,31 @@ def experts_and_combine(function: ExpertFunction, weights: mlp.Weights, routed: 
     return back(y, routed.handle, weighted=by_rows)
 
 
-def by_hopper(function: ExpertFunction, x: jax.Array, weights: mlp.Weights) -> bool:
+def by_hopper(function: ExpertFunction, x: Any, weights: mlp.Weights) -> bool:
     """Returns True if the Hopper kernels compute the experts of rows `x [C, H]`, with their derivatives."""
     return _own(function, weights) and grouped_matmul.by_hopper(function.grouped_matmul, x, weights["up"])
 
 
-def by_pallas(function: ExpertFunction, rows: jax.Array, weights: mlp.Weights) -> bool:
+def by_pallas(function: ExpertFunction, rows: Any, weights: mlp.Weights) -> bool:
     """Returns True if kernels of `on_tpu` compute both gradients of rows, and the arithmetic between them."""
     inner = jax.ShapeDtypeStruct((rows.shape[0], weights["up"].shape[2]), rows.dtype)
     pairs = [*((rows, weights[name]) for name in mlp.projection_names(function)), (inner, weights["down"])]
     return not function.expert_bias and all(grouped_matmul.by_pallas(function.grouped_matmul, *pair) for pair in pairs)
+
+
+def config_for_rows(
+    function: ExpertFunction, x: jax.Array, weights: mlp.Weights, capacity: Any, config: KernelConfig | None
+) -> KernelConfig | None:
+    """Returns the config of dispatch and combine of tokens `x [..., H]`: where kernels for TPUs make the rows of
+    both combines, forward and backward, they may make and read them in halves."""
+    rows = as_int(capacity)
+    by_rows = function.apply_weights_to == "rows" and _own(function, weights)
+    if not by_rows or rows is None or x.dtype != jax.numpy.bfloat16 or x.shape[-1] % 256:
+        return config
+    given = jax.ShapeDtypeStruct((rows, x.shape[-1]), x.dtype)
+    if by_hopper(function, given, weights) or not by_pallas(function, given, weights):
+        return config
+    return RowsInHalves.of(config)
 
 
 def _own(function: ExpertFunction, weights: mlp.Weights) -> bool:
@@ -165,6 +181,11 @@ class _Step:
     function: ExpertFunction
     back: Return
 
+    @property
+    def halves(self) -> bool:
+        """Combines of the outputs and of the rows' gradient read rows in halves."""
+        return isinstance(self.back.config, RowsInHalves)
+
     def inner(self, rows: Any, first: Any, sizes: Any) -> Any:
         return mlp.inner_rows(self.function, rows, sizes, first)
 
@@ -230,7 +251,8 @@ def _value_on_tpu(
     weights, _ = mlp.weights_and_biases(step.function, first)
     activation = mlp.in_kernels(step.function)
     inner, projections = on_tpu.activated_and_products(rows, weights, sizes, activation, keep=keep)
-    return step.home(step.outer(inner, last, sizes), handle, row_weights), projections
+    y = on_tpu.product_in_halves(inner, last["down"], sizes) if step.halves else step.outer(inner, last, sizes)
+    return step.home(y, handle, row_weights), projections
 
 
 def _forward_on_tpu(
@@ -250,7 +272,7 @@ def _backward_on_tpu(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
         by_output, last["down"], projections, row_weights, sizes, mlp.in_kernels(step.function)
     )
     by_last = {"down": on_tpu.by_weight(weighted, sizes, by_output, on_tpu.DEFAULT)}
-    by_rows, by_weights = on_tpu.by_operands(rows, weights, sizes, by_projections)
+    by_rows, by_weights = on_tpu.by_operands(rows, weights, sizes, by_projections, halves=step.halves)
     by_first = dict(zip(mlp.projection_names(step.function), by_weights, strict=True))
     return by_rows, by_row_weights, by_first, by_last, None, None
 

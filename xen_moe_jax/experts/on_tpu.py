@@ -37,7 +37,7 @@ from xen_moe_jax.pallas_kernels.record import LANES
 DTYPES = ("bfloat16", "float32")
 LEAST = 128
 """The numbers of rows of a buffer and of columns of a weight are multiples of this. No tile has fewer rows."""
-ROWS = (512, 256, 128)
+ROWS = (1024, 512, 256, 128)
 """Rows of a tile, the preferred number first."""
 PIECES = {"v6e": 128, "tpu7x": 128}
 """Rows of a tile that are multiplied at a time, by generation of the chip; other generations have 64. The last piece of
@@ -48,12 +48,11 @@ COLUMNS, DEPTHS = (1792, 1024, 896, 512, 256, 128), (2048, 1024, 512, 256, 128)
 step for the whole contracted dimension is preferred to all of these."""
 STEP = 2**22
 """Most elements of the weights of a step: the program of a step, which has no loop over them, grows with them."""
-WEIGHT_ROWS = (2048, 1024, 512, 256, 128)
-"""Rows of a tile of the gradients by weights, the preferred number first. Their pieces are as deep as the matrix unit:
-256 rows on the generations that `PIECES` names, 128 on others."""
-AREA = 2**18
-"""Elements that a tile of a weight has at least in a gradient by the weight, where VMEM and the sizes allow it: with
-smaller tiles HBM would move more bytes, and tiles of more rows are taken only beside a tile of this size."""
+WEIGHT_ROWS = {4096: STEP // 2, 2048: 2**18, 1024: 2**18, 512: 2**18, 256: 2**18, 128: 2**18}
+"""Rows of a tile of the gradients by weights, the preferred number first; and the elements that a tile of a weight has
+at least beside so many rows, where VMEM and the sizes allow it: with smaller tiles HBM would move more bytes, and a
+step would have more bundles than the time of its products. Pieces are as deep as the matrix unit: 256 rows on the
+generations that `PIECES` names, 128 on others."""
 DEFAULT = KernelConfig(backend="pallas")
 
 
@@ -97,6 +96,12 @@ def products(
     return _products(config or DEFAULT, rows, tuple(varying), group_sizes)
 
 
+def product_in_halves(rows: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Returns `products` with one weight, `[C, B]`, made in the form in which a combine with `RowsInHalves` reads it.
+    It has no derivative. `rows` are bfloat16, and `B` is a multiple of 256."""
+    return _products_p.bind(rows, weight, group_sizes, activation=None, keep=True, halves=True, config=DEFAULT)[0]
+
+
 def activated(
     rows: jax.Array, weights: Sequence[jax.Array], group_sizes: jax.Array, activation: Activation
 ) -> jax.Array:
@@ -120,13 +125,15 @@ def activated_and_products(
     It has no derivative: `behind_activation` and `by_operands` are those of its caller.
     """
     config = config or DEFAULT
-    inner, *kept = _products_p.bind(rows, *weights, group_sizes, activation=activation, keep=keep, config=config)
+    inner, *kept = _products_p.bind(
+        rows, *weights, group_sizes, activation=activation, keep=keep, halves=False, config=config
+    )
     return inner, kept
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _products(config: KernelConfig, rows: Any, weights: Any, group_sizes: Any) -> Any:
-    return tuple(_products_p.bind(rows, *weights, group_sizes, activation=None, keep=True, config=config))
+    return tuple(_products_p.bind(rows, *weights, group_sizes, activation=None, keep=True, halves=False, config=config))
 
 
 def _forward(config: KernelConfig, rows: Any, weights: Any, group_sizes: Any) -> tuple[Any, Any]:
@@ -146,10 +153,12 @@ def by_operands(
     group_sizes: jax.Array,
     cotangents: Sequence[jax.Array],
     config: KernelConfig | None = None,
+    halves: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Returns the gradients of `products` by the rows and by each of the weights."""
+    """Returns the gradients of `products` by the rows, with `halves` as `product_in_halves` makes rows, and by each of
+    the weights."""
     config = config or DEFAULT
-    (by_rows,) = _transposed_p.bind(*cotangents, *weights, group_sizes, config=config)
+    (by_rows,) = _transposed_p.bind(*cotangents, *weights, group_sizes, halves=halves, config=config)
     return by_rows, tuple(by_weight(rows, group_sizes, by, config) for by in cotangents)
 
 
@@ -217,7 +226,8 @@ def tiles_for(
     rows: int,
     depth: int,
     width: int,
-    operands: int,
+    weights: int,
+    given: int,
     itemsize: int,
     piece: int,
     results: int = 1,
@@ -230,27 +240,29 @@ def tiles_for(
 
     Args:
       rows, width: sizes of the result, which tiles divide where they can. depth: size of the contracted dimension.
-      operands: number of weights. itemsize: bytes of an element. piece: `Tiles.piece`. results: number of results.
+      weights, given: numbers of weights and of operands of rows. itemsize: bytes of an element. piece: `Tiles.piece`.
+      results: number of results.
     """
     of_depth = [depth, *(size for size in DEPTHS if depth % size == 0)]
     of_width = [size for size in COLUMNS if width % size == 0]
     of_width = [size for size in of_width if width // size % cores == 0] or of_width
     of_rows = [size for size in ROWS if rows % size == 0]
     for tiles in (Tiles(*sizes[::-1], piece) for sizes in itertools.product(of_depth, of_width, of_rows)):
-        small = operands * tiles.columns * tiles.depth <= STEP
-        if small and tiles.vmem_bytes(operands, itemsize, results) <= limit * 3 // 4:
+        small = weights * tiles.columns * tiles.depth <= STEP
+        if small and tiles.vmem_bytes(weights, given, itemsize, results) <= limit * 3 // 4:
             break
     return tiles
 
 
 def _chosen(
-    config: KernelConfig, rows: Any, width: int, weights: Sequence[Any], results: int = 1
+    config: KernelConfig, given: Sequence[Any], width: int, weights: Sequence[Any], results: int = 1
 ) -> tuple[Tiles, Launch]:
-    """Tiles and launch of a kernel that multiplies `rows [C, A]` with weights of `width` columns each."""
+    """Tiles and launch of a kernel that multiplies rows `given [C, A]` with weights of `width` columns each."""
     chip, itemsize = hardware.generation(), weights[0].dtype.itemsize
     limit, piece = config.vmem_limit_bytes or chip.vmem_bytes, PIECES.get(chip.name, 64)
-    tiles = tiles_for(limit, rows.shape[0], rows.shape[1], width, len(weights), itemsize, piece, results, chip.cores)
-    return tiles, _launch(config, limit, tiles.vmem_bytes(len(weights), itemsize, results))
+    (rows, depth), operands = given[0].shape, (len(weights), len(given))
+    tiles = tiles_for(limit, rows, depth, width, *operands, itemsize, piece, results, chip.cores)
+    return tiles, _launch(config, limit, tiles.vmem_bytes(*operands, itemsize, results))
 
 
 def _launch(config: KernelConfig, limit: int, need: int) -> Launch:
@@ -260,23 +272,31 @@ def _launch(config: KernelConfig, limit: int, need: int) -> Launch:
 
 
 def _shapes_of_products(
-    rows: Any, *operands: Any, activation: Activation | None, keep: bool, config: KernelConfig
+    rows: Any, *operands: Any, activation: Activation | None, keep: bool, halves: bool, config: KernelConfig
 ) -> list[ShapeDtype]:
-    del config
+    del halves, config
     *weights, _ = operands
     results = (activation is not None) + keep * len(weights)
     return [((rows.shape[0], weights[0].shape[2]), rows.dtype)] * results
 
 
 def _lowered_products(
-    rows: jax.Array, *operands: jax.Array, activation: Activation | None, keep: bool, config: KernelConfig
+    rows: jax.Array,
+    *operands: jax.Array,
+    activation: Activation | None,
+    keep: bool,
+    halves: bool,
+    config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
     *weights, group_sizes = operands
-    results = (activation is not None) + keep * len(weights)
-    tiles, launch = _chosen(config, rows, weights[0].shape[2], weights, results)
-    return tuple(
-        grouped_products(rows, weights, group_sizes, activation=activation, keep=keep, tiles=tiles, launch=launch)
+    results, width = (activation is not None) + keep * len(weights), weights[0].shape[2]
+    halves = halves and hardware.makes_halves()
+    parts = 2 if halves else 1
+    tiles, launch = _chosen(config, [rows], width // parts, weights * parts, results * parts)
+    found = grouped_products(
+        rows, weights, group_sizes, activation=activation, keep=keep, halves=halves, tiles=tiles, launch=launch
     )
+    return tuple(a.reshape(rows.shape[0], width) for a in found)
 
 
 _products_p = declare_composite("grouped_products", _shapes_of_products, _lowered_products)
@@ -286,11 +306,14 @@ def _shapes(*operands: Any, **_: Any) -> list[ShapeDtype]:
     return [((operands[0].shape[0], operands[-2].shape[1]), operands[0].dtype)]
 
 
-def _lowered(*operands: jax.Array, config: KernelConfig) -> tuple[jax.Array]:
+def _lowered(*operands: jax.Array, halves: bool, config: KernelConfig) -> tuple[jax.Array]:
     *given, group_sizes = operands
     cotangents, weights = given[: len(given) // 2], given[len(given) // 2 :]
-    tiles, launch = _chosen(config, cotangents[0], weights[0].shape[1], weights)
-    return (grouped_transposed(cotangents, weights, group_sizes, tiles=tiles, launch=launch),)
+    halves = halves and hardware.makes_halves()
+    parts, width = 2 if halves else 1, weights[0].shape[1]
+    tiles, launch = _chosen(config, cotangents, width // parts, weights * parts, parts)
+    out = grouped_transposed(cotangents, weights, group_sizes, halves=halves, tiles=tiles, launch=launch)
+    return (out.reshape(cotangents[0].shape[0], width),)
 
 
 _transposed_p = declare_composite("grouped_transposed", _shapes, _lowered)
@@ -304,8 +327,8 @@ def weight_tiles_for(
     limit: int, rows: int, depth: int, width: int, itemsize: int, piece: int, cores: int = 1
 ) -> WeightTiles:
     """Returns tiles that take at most three quarters of `limit` bytes of VMEM. They have the most rows beside which a
-    tile of the weight of `AREA` elements has room, and of the tiles with so many rows HBM moves the fewest bytes for
-    them. `cores` share the tiles of `depth` evenly where that is possible.
+    tile of the weight has room that is as large as `WEIGHT_ROWS` asks, and of those tiles the one for which HBM moves
+    the fewest bytes. `cores` share the tiles of `depth` evenly where that is possible.
 
     Args:
       rows: `C`, which the tiles' rows divide. depth, width: `A` and `B` of the weight, multiples of 128.
@@ -319,7 +342,7 @@ def weight_tiles_for(
             tiles = WeightTiles(size, above, columns, piece)
             if above * columns <= STEP // 2 and tiles.vmem_bytes(itemsize) <= limit * 3 // 4:
                 found.append(tiles)
-    enough = [tiles for tiles in found if tiles.above * tiles.columns >= AREA] or found
+    enough = [tiles for tiles in found if tiles.above * tiles.columns >= WEIGHT_ROWS[tiles.rows]] or found
     enough = [tiles for tiles in enough if depth // tiles.above % cores == 0] or enough
     return max(enough, key=lambda tiles: (tiles.rows, tiles.above * tiles.columns / (tiles.above + tiles.columns)))
 
@@ -351,7 +374,7 @@ def _shapes_of_gradients(*operands: Any, **_: Any) -> list[ShapeDtype]:
 
 def _lowered_gradients(*operands: jax.Array, activation: Activation, config: KernelConfig) -> tuple[jax.Array, ...]:
     cotangent, weight, factors, group_sizes, *projections = operands
-    tiles, launch = _chosen(config, cotangent, weight.shape[1], [weight], 2 * len(projections) + 1)
+    tiles, launch = _chosen(config, [cotangent], weight.shape[1], [weight], 2 * len(projections) + 1)
     by_projections, weighted, by_factors = activation_gradients(
         cotangent, weight, projections, factors, group_sizes, activation=activation, tiles=tiles, launch=launch
     )

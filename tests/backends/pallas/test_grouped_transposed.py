@@ -18,15 +18,18 @@ from jax.sharding import PartitionSpec as P
 import xen_moe_jax as xm
 from tests.support import interpreter
 from tests.support.checks import assert_bits
+from xen_moe_jax._config import RowsInHalves
 from xen_moe_jax.backends.pallas import hardware
 from xen_moe_jax.experts import grouped_matmul, mlp, on_tpu
 from xen_moe_jax.experts.function import ExpertFunction
+from xen_moe_jax.pallas_kernels import reduce_slots as slots_kernel
 from xen_moe_jax.pallas_kernels.grouped_by_weight import WeightTiles, grouped_by_weight
 from xen_moe_jax.pallas_kernels.grouped_transposed import (
     Tiles,
     activation_gradients,
     grouped_products,
     grouped_transposed,
+    pieces_of,
 )
 from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.launch import Launch
@@ -82,6 +85,20 @@ def test_cotangents_times_transposed_weights(name, steps):
     assert_bits(np.asarray(out), expected, name)
 
 
+@pytest.mark.parametrize(("tile", "piece", "apart"), [(256, 64, 16), (512, 128, 32), (128, 128, 128), (128, 32, 16)])
+def test_pieces_have_the_rows_of_an_expert_and_few_more(tile, piece, apart):
+    """From the multiple of 16 rows at which they begin, they have the next size that a list of pieces can have."""
+    begin, end = (a.astype(np.int32) for a in np.triu_indices(tile + 1, 1))
+    tiles = Tiles(tile, 128, 128, piece)
+    first, count, more = (np.asarray(a) for a in pieces_of(begin, end, tiles))
+    longer = np.array([0, *tiles.longer])
+    size = count * piece + longer[more]
+    assert (first >= 0).all() and not (first % 16).any() and (first + size <= tile).all()
+    assert (first <= begin).all() and (first + size >= end).all()
+    least = np.maximum(-(-(end - begin // 16 * 16) // apart) * apart, piece)
+    assert (size == least).all() and set(more) == set(range(len(longer)))
+
+
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("steps", STEPS)
 def test_products_and_their_activation(name, steps):
@@ -101,6 +118,22 @@ def test_products_and_their_activation(name, steps):
     assert not interpreter.races_found(both)
     for value, wanted in zip(both, expected, strict=True):
         assert_bits(np.asarray(value)[:used], wanted, name)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_products_in_halves_are_products(name):
+    rng, sizes = np.random.default_rng(6), SIZES[name]
+    rows = jnp.asarray(whole_numbers(rng, ROWS, DEPTH), jnp.bfloat16)
+    weight = jnp.asarray(whole_numbers(rng, len(sizes), DEPTH, 256), jnp.bfloat16)
+    given = rows.at[sum(sizes) :].set(jnp.nan), weight, jnp.asarray(sizes, jnp.int32)
+    run = functools.partial(grouped_products, halves=True, tiles=Tiles(256, 128, DEPTH, 64), launch=launch())
+    out = jax.jit(lambda rows, weight, sizes: run(rows, [weight], sizes)[0].reshape(ROWS, 256))(*given)
+    assert not interpreter.races_found(out)
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    expected = np.einsum(
+        "ca,cab->cb", np.asarray(rows, np.float32)[: sum(sizes)], np.asarray(weight, np.float32)[group]
+    )
+    assert_bits(np.asarray(out)[: sum(sizes)], np.asarray(jnp.asarray(expected, jnp.bfloat16)), name)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -213,16 +246,16 @@ def test_tiles_fit_and_divide():
     for limit, (rows, depth, width), operands, results in itertools.product(
         (16 * 2**20, 64 * 2**20, 128 * 2**20),
         ((40960, 7168, 2048), (40960, 2048, 7168), (128, 128, 128), (384, 2944, 1152)),
-        (1, 2),
+        ((1, 1), (2, 1), (2, 2)),
         (1, 5),
     ):
-        tiles = on_tpu.tiles_for(limit, rows, depth, width, operands, 2, 64, results)
+        tiles = on_tpu.tiles_for(limit, rows, depth, width, *operands, 2, 64, results)
         assert rows % tiles.rows == width % tiles.columns == depth % tiles.depth == tiles.rows % tiles.piece == 0
-        assert tiles.vmem_bytes(operands, 2, results) <= limit * 3 // 4
-        assert operands * tiles.columns * tiles.depth <= on_tpu.STEP
-        shared = on_tpu.tiles_for(limit, rows, depth, width, operands, 2, 64, results, cores=2)
+        assert tiles.vmem_bytes(*operands, 2, results) <= limit * 3 // 4
+        assert operands[0] * tiles.columns * tiles.depth <= on_tpu.STEP
+        shared = on_tpu.tiles_for(limit, rows, depth, width, *operands, 2, 64, results, cores=2)
         assert width // shared.columns % 2 == 0 or width // 128 % 2 == 1
-        if operands == results == 1:
+        if operands == (1, 1) and results == 1:
             for piece, cores in ((128, 1), (128, 2), (256, 2)):
                 if rows % piece:
                     continue
@@ -305,6 +338,59 @@ def test_bfloat16_has_the_bits_of_dispatch_experts_and_combine(cores, monkeypatc
     got, expected = jax.jit(mapped)(x, idx, factors, weights)
     assert np.asarray(expected, np.float32).any()
     assert_bits(np.asarray(got), np.asarray(expected), "moe_mlp")
+
+
+@pytest.mark.parametrize(("mode", "weighted"), [("eager", True), ("on_wait", False)])
+def test_a_combine_of_rows_in_halves(mode, weighted, monkeypatch):
+    """The reference reads whole rows; the bits are the same."""
+    monkeypatch.setattr(hardware, "HALVES", (hardware.SMALLEST.name,))
+    rng, tokens, hidden, experts, top_k = np.random.default_rng(7), 8, 256, 3, 2
+    x = jnp.asarray(rng.standard_normal((tokens, hidden)), jnp.bfloat16)
+    idx = jnp.asarray(np.argsort(rng.random((tokens, experts)), axis=1)[:, :top_k], jnp.int32)
+    factors = jnp.asarray(2.0 ** rng.integers(-3, 1, idx.shape), jnp.float32)  # no product with them is rounded
+    interpreted = pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True)
+    halves = RowsInHalves(backend="pallas", mode="throughput", interpret=interpreted)
+
+    def both(x, idx, factors):
+        routed = xm.dispatch(x, idx, factors, num_experts=experts, axis_name="ep", capacity=16)
+        return [xm.combine(routed.x, routed.handle, weighted=weighted, config=config) for config in (halves, None)]
+
+    mesh = jax.make_mesh((1,), ("ep",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(both, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
+    found, expected = jax.jit(mapped)(x, idx, factors)
+    assert not interpreter.races_found(found)
+    assert np.asarray(expected, np.float32).any()
+    assert_bits(np.asarray(found), np.asarray(expected), mode)
+
+
+def test_both_combines_of_a_layer_read_rows_in_halves(monkeypatch, on_a_tpu):
+    """That of the outputs and that of the rows' gradient; in float32 neither does."""
+    read, reduce_slots = [], slots_kernel.reduce_slots
+
+    def recorded(*operands, **options):
+        read.append(options["halved"])
+        return reduce_slots(*operands, **options)
+
+    monkeypatch.setattr(slots_kernel, "reduce_slots", recorded)
+    monkeypatch.setattr(hardware, "HALVES", (hardware.SMALLEST.name,))
+    mesh = jax.make_mesh((1,), ("ep",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
+    config = xm.KernelConfig(backend="pallas", mode="throughput")
+
+    def lowered(dtype):
+        def layer(x, idx, factors, weights):
+            return xm.moe_mlp(x, idx, factors, *weights, num_experts=3, axis_name="ep", capacity=128, config=config)
+
+        mapped = jax.shard_map(layer, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
+        gradient = jax.value_and_grad(lambda *operands: jnp.sum(mapped(*operands)).astype(jnp.float32))
+        shapes = (16, 256), (3, 256, 128), (3, 256, 128), (3, 128, 256)
+        x, *weights = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+        idx, factors = (jax.ShapeDtypeStruct((16, 2), dtype) for dtype in (jnp.int32, jnp.float32))
+        jax.jit(gradient).trace(x, idx, factors, weights).lower(lowering_platforms=("tpu",))
+
+    lowered(jnp.bfloat16)
+    assert read == [True, True]
+    lowered(jnp.float32)
+    assert read == [True, True, False, False]
 
 
 @pytest.mark.tpu_aot

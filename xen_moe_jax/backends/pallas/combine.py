@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._config import KernelConfig, RowsInHalves
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.base import Call
@@ -23,7 +23,7 @@ from xen_moe_jax.pallas_kernels.launch import Launch, tile_rows
 from xen_moe_jax.pallas_kernels.order_pairs import BLOCK, Ordered
 from xen_moe_jax.pallas_kernels.order_tokens import order_tokens
 from xen_moe_jax.pallas_kernels.order_tokens import vmem_bytes as tables_bytes
-from xen_moe_jax.pallas_kernels.record import Record
+from xen_moe_jax.pallas_kernels.record import LANES, Record
 
 
 def combine(
@@ -84,11 +84,18 @@ def combine(
         axes=plan.kernel_axes(spec),
         launch=launch,
         cores=launch.cores if halves else 1,
+        halved=_halved(rows, config),
     )
     out = ranks_kernel.reduce_ranks(
         staged, source, zero, record=record, out_dtype=y.dtype, launch=ranks, tokens=spec.num_tokens
     )
     return out[:, :hidden]
+
+
+def _halved(rows: jax.Array, config: KernelConfig) -> bool:
+    """Returns True if a kernel has made these rows in halves."""
+    made = isinstance(config, RowsInHalves) and hardware.makes_halves()
+    return made and rows.dtype == jnp.bfloat16 and rows.shape[1] % (2 * LANES) == 0
 
 
 def _few(record: Record, spec: Spec, config: KernelConfig) -> bool:
