@@ -2,10 +2,10 @@
 
 What moves: tiles of rows `[C, A]` and of cotangents `[C, B]`, of which a visit multiplies the rows of one expert, in
 pieces as deep as the matrix unit. A piece may have rows of other experts, and rows past the last expert, which may be
-uninitialised memory: zeros take their place in both operands. The sums of an expert stay in VMEM in float32. Two pieces
-are added to them at a time, one after the other, because the matrix units wait where each turn of a loop begins. Every
-turn also writes the sums, rounded, to the block of the result, which leaves after the expert's last visit: so no pass
-over the sums stands between two experts.
+uninitialised memory: zeros take their place in both operands. The sums of an expert stay in VMEM in float32. A turn of
+the loop adds the products of two pieces to them, one after the other, because the matrix units wait where a turn
+begins; an odd last piece has a turn of its own. Every turn also writes the sums, rounded, to the block of the result,
+which leaves after the expert's last visit: so no pass over the sums stands between two experts.
 
 Tiles of a weight are the first two dimensions of the grid; two cores share the first. Tiles of many rows are cut at
 fewer experts, so fewer pieces are filled in part.
@@ -43,8 +43,8 @@ class WeightTiles:
     piece: int
 
     def vmem_bytes(self, itemsize: int) -> int:
-        """Returns the bytes of VMEM that the kernel takes: two blocks of each operand and of the result, the sums, and
-        as many more that a turn makes of them."""
+        """Returns the bytes of VMEM that the kernel takes: two blocks of each operand and of the result, whose elements
+        have `itemsize` bytes; the float32 sums; and the new float32 sums that a turn computes before it stores them."""
         given = 2 * self.rows * (self.above + self.columns) * itemsize
         return given + self.above * self.columns * (2 * 4 + 2 * itemsize)
 
@@ -69,7 +69,7 @@ def _body(refs: Any, *, tiles: WeightTiles, local: int) -> None:
     count = jnp.where(some, count, 0)
 
     def multiply(number: Any, pieces: int) -> None:
-        """Adds up the products of `pieces` pieces, one after the other, and writes their sum once."""
+        """Adds the products of `pieces` pieces from piece `number` on to the sums, and writes the sums once."""
         total = jnp.where(starts & (number == 0), 0.0, refs.total[...])
         for n in range(pieces):
             at = pl.multiple_of(first + (number + n) * tiles.piece, ALIGNMENT)

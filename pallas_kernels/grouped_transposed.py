@@ -7,10 +7,13 @@ transposed copy of `[L, B, A]` is made, and the products of several matmuls (gat
 the sum is rounded once and written.
 
 Who does it: a visit is a tile of rows and an expert with rows in it. Tiles come in order, so a tile that has rows of
-several experts stays in VMEM for all of them. A visit multiplies the rows of its expert in pieces. The first piece
-begins with at most 15 rows of another expert; only where the last piece would end behind the tile do all pieces begin
-earlier. The gradients write rows past the last expert as zeros, the products leave them unspecified. Tiles of columns
-are the first dimension of the grid; two cores share them.
+several experts stays in VMEM for all of them. A visit multiplies the rows of its expert in pieces, of which the last
+one may be longer than the others. The first piece begins with at most 15 rows of another expert; only where the last
+piece would end behind the tile do all pieces begin earlier. The gradients write rows past the last expert as zeros, the
+products leave them unspecified. Tiles of columns are the first dimension of the grid; two cores share them.
+
+The combines of v5e read rows in halves, `[2 * C, B / 2]`: the first and the second half of each row are two rows, one
+behind the other. The kernels write this form with `halves`: a visit multiplies both halves of the columns in one step.
 
 `activation_gradients` has more to do where a piece's sums are complete: the sums are the cotangent of an activation's
 output, and it writes the cotangents of the activation's operands, so that no pass over the rows follows.
@@ -38,7 +41,7 @@ class Tiles:
     """Division of the kernel's work.
 
     Attributes:
-      rows, columns: of a tile of the result; `rows` divides `C`.
+      rows, columns: of a tile of the result; `rows` divides `C`. With `halves` the tile has `2 * rows` rows.
       depth: elements of the contracted dimension in a step; it divides that dimension.
       piece: rows that are multiplied at a time, a multiple of 32; it divides `rows`.
     """
@@ -50,15 +53,21 @@ class Tiles:
 
     @property
     def longer(self) -> tuple[int, ...]:
-        """Rows of pieces that take the place of a last whole one and what follows it: a quarter of a piece apart, from
-        one and a quarter of a piece on. A tile of one piece has none."""
+        """Numbers of rows of the longer pieces, ascending: 1 1/4, 1 1/2 and 1 3/4 times `piece`, of which only 1 1/2
+        remains for 32 rows. A longer piece takes the place of an expert's last whole piece and of the rows behind it.
+        There is none where a tile is one piece."""
         apart = max(ALIGNMENT, self.piece // 4)
         return tuple(range(self.piece + apart, 2 * self.piece, apart)) if self.piece < self.rows else ()
 
     def vmem_bytes(self, weights: int, given: int, itemsize: int, results: int = 1) -> int:
-        """Returns the bytes of VMEM that the kernel takes for a block of each of `weights`, each with one of float32
-        sums, for blocks of `given` operands of rows, and for `results` blocks of the size of a result. Of every block
-        but the sums there are two."""
+        """Returns the bytes of VMEM that the kernel's blocks take. Blocks of operands and of results are there twice,
+        because the next step's blocks arrive while a step computes; blocks of sums are there once.
+
+        Args:
+          weights: number of weights, each with a block of float32 sums. With `halves` each half counts as a weight.
+          given: number of operands `[C, A]` that are multiplied. itemsize: bytes of an element of operands and results.
+          results: number of blocks `[rows, columns]` of results, and of operands that only `finish` reads.
+        """
         operands = 2 * (given * self.rows + weights * self.columns) * self.depth * itemsize
         return operands + self.rows * self.columns * (4 * weights + 2 * results * itemsize)
 
@@ -96,9 +105,11 @@ Sums = Sequence[Sequence[tuple[int, int]]]
 
 def pieces_of(begin: Any, end: Any, tiles: Tiles) -> tuple[Any, Any, Any]:
     """Returns how the rows `[begin, end)` of a tile are cut into pieces: the first row of the first piece, the number
-    of pieces of `tiles.piece` rows, and which of `tiles.longer` follows them, counted from 1; 0 for none.
+    of pieces of `tiles.piece` rows, and the number of the longer piece that follows them, counted from 1 in
+    `tiles.longer`; 0 if none follows.
 
     A piece of `tiles.piece` rows takes as long as a shorter one would, and one longer piece is cheaper than two pieces.
+    All results are int32, of the shape of `begin`.
 
     Args:
       begin, end: int32, numbers of rows within the tile; `begin` may be `end`.
@@ -133,7 +144,7 @@ def _body(
 
     def store_at(first: Any) -> Store:
         def store(out: Any, value: jax.Array) -> None:
-            times = out.shape[0] // tiles.rows if len(out.shape) < 4 else 1  # two halves of a row are two rows
+            times = out.shape[0] // tiles.rows if len(out.shape) < 4 else 1  # 2 with `halves`
 
             def put(at: Any, value: jax.Array, axis: int, first: Any) -> None:
                 row = lax.broadcasted_iota(jnp.int32, value.shape, axis) + first
@@ -210,7 +221,9 @@ def _one_sum(refs: Any, here: Any, totals: Sequence[jax.Array], store: Store) ->
 
 
 def _in_halves(refs: Any, here: Any, totals: Sequence[jax.Array], store: Store) -> None:
-    """The sums of the first and of the second half of each row become two rows."""
+    """Stores the rounded sums `[piece, columns]` of the first and of the second half of the columns as bfloat16
+    `[2 * piece, columns]`. A register of bfloat16 holds two rows in words of 32 bits, the first row in the low half: so
+    a word is made of the two halves' elements, and no row moves."""
     del here
     dtype = refs.out_0.dtype
     first, second = (lax.bitcast_convert_type(t.astype(dtype).astype(jnp.float32), jnp.int32) for t in totals)
@@ -235,13 +248,13 @@ def grouped_products(
       rows: `[C, A]`, sorted by expert. weights: each `[L, A, B]` of the same dtype. group_sizes: int32 `[L]`.
       activation: on float32, of the products as they are rounded; None for none.
       keep: the products are results.
-      halves: the product of the one weight is the result, as bfloat16 `[2 * C, B / 2]`, the two halves of each row. Two
-        rows of bfloat16 share words of 32 bits in HBM, so that a DMA of these two brings no other. The tiles' columns
-        divide `B / 2`.
+      halves: the product is made as rows in halves, `[2 * C, B / 2]`. The rows are bfloat16, there is one weight and no
+        activation. Two rows of bfloat16 share words of 32 bits in HBM; in this form they are the halves of one row, so
+        that a DMA that reads a row reads no other one. The tiles' columns divide `B / 2`.
 
     Returns:
       `[C, B]` each in the dtype of the rows, unspecified past the last group: the activation if there is one, and the
-      products with `keep`.
+      products with `keep`. With `halves`, `[2 * C, B / 2]`.
     """
 
     def finish(refs: Any, here: Any, totals: Sequence[jax.Array], store: Store) -> None:
@@ -283,10 +296,11 @@ def grouped_transposed(
 
     Args:
       cotangents: each `[C, A]`, sorted by expert. weights: each `[L, B, A]` of the same dtype.
-      group_sizes: int32 `[L]`, rows of each expert. halves: as in `grouped_products`.
+      group_sizes: int32 `[L]`, rows of each expert.
+      halves: the result is bfloat16 and has the form of rows in halves, as in `grouped_products`.
 
     Returns:
-      `[C, B]` in the dtype of the cotangents, zero past the last group.
+      `[C, B]` in the dtype of the cotangents, or `[2 * C, B / 2]` with `halves`; zero past the last group.
     """
     parts, count = 2 if halves else 1, len(weights)
     (out,) = _launched(
@@ -384,8 +398,9 @@ def _launched(
       results: number of results `[C, B]` in the dtype of the rows; zero past the last group with `zeros`.
       of_rows: number of further results, float32 `[N, C / rows, rows / 16, 16]`, which have one number of each row for
         each of `N` tiles of columns.
-      halves: 2 if the second half of the weights stands for the second half of the columns of the first ones, and each
-        row of a result is two rows; else 1.
+      halves: 2 for results `[2 * C, B / 2]`, rows in halves; else 1. With 2, `weights` has every weight twice: the
+        kernel reads blocks of the first half of the columns from the first half of the list, and blocks of the second
+        half of the columns from the second half of the list.
 
     Returns:
       The results, then the further ones.

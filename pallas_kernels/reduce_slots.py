@@ -2,8 +2,8 @@
 
 What moves: for each group of (source, token) pairs, their rows of `y`, one local DMA each, read in XLA's own layout
 of `[C, H]`: a float32 row as it is, a bfloat16 row as the pair of rows that shares its 32-bit words, of which one is
-used. Where `y` was made as `[2 C, H / 2]`, the pair is the two halves of a row. Rows are multiplied by their weights
-and added in float32 in slot order; the sum becomes a record and leaves by remote DMA.
+used. Where `y` was made as `[2 * C, H / 2]`, the two rows of a pair are the halves of one row, and both are used. Rows
+are multiplied by their weights and added in float32 in slot order; the sum becomes a record and leaves by remote DMA.
 Steps: a block of pairs, ordered by `order_pairs`, has a table in SMEM, and its groups follow each other in a loop.
 Double buffers everywhere: the next group's rows and the next block's table arrive, and the last group's records leave,
 while this group is added up. Ranks begin with different blocks, so that they do not all send to the same rank.
@@ -79,8 +79,8 @@ class _Refs:
 
 
 TILE = 8
-"""Rows of a group that one turn of a loop requests: a turn costs as much as a row, and the rows' places are
-constants."""
+"""Rows of a group that one turn of a loop requests: a turn costs as much as a row's DMA does, and inside a turn the
+places of the rows are constants."""
 GROUP, GATHERED = 0, 1
 """`state`: how many groups are done; from here on, rows that each buffer waits for."""
 
@@ -194,8 +194,13 @@ def _wait(refs: _Refs, static: _Static, slot: Any) -> None:
 
 
 def _values(words: jax.Array, number: jax.Array, high: jax.Array | bool | None) -> jax.Array:
-    """float32 values of rows, `+0.0` where `number [N, 1]` is negative. In words of bfloat16 they are the high halves
-    where `high` is true, else the low ones; other words have none."""
+    """Returns float32 values `[N, LANES]` of rows, `+0.0` where the row's `number [N, 1]` is negative.
+
+    Args:
+      words: int32 words of two bfloat16 elements each, or float32 elements, `[N, LANES]`.
+      high: True where the element in the high half of a word is taken, False where that in the low half is: for all
+        rows, or bool `[N, 1]`. None: `words` are float32.
+    """
     there = jnp.where(number >= 0, jnp.int32(-1 if high is None else -65536), 0)
     if high is not None:
         words = words << ((0 if high else 16) if isinstance(high, bool) else jnp.where(high, 0, 16))
@@ -379,8 +384,8 @@ def reduce_slots(
       quantize: how to quantize partial sums, or None to send partial sums in `y.dtype`.
       cores: cores that share the pairs: 1; or `launch.cores` where `halves_of_ranks` is true, or where the sums stay on
         this rank (`axes=None`).
-      halved: read bfloat16 `y` as `[2 C, hidden / 2]`, for which `hidden` must be a multiple of 256. Where this is the
-        form in which `y` was made, half of the bytes are read; else it costs a copy.
+      halved: read `y` as `[2 * C, hidden / 2]`; `y` must be bfloat16, and `hidden` a multiple of 256. Where a kernel
+        made `y` in this form, the DMAs read half as many bytes; elsewhere XLA copies `y` first.
 
     Returns:
       int32 `[staging_rows, *record.shape]`; rows that no rank addressed are unspecified.

@@ -71,7 +71,8 @@ COMMAND = "; ".join(
         " --generations v5p --devices 4",
     )
 )
-"""Makes all rows of a file."""
+"""Commands that make all rows of a results file; a run stores them in place of its own command line, because it may
+add rows to a file or replace some."""
 
 WEIGHTS = {"bfloat16": None, "float8_e4m3fn": (128, 128), "int8": None}
 """Dtypes of weights, and the blocks that share a scale: DeepSeek-V3's in fp8, a column each in int8."""
@@ -118,7 +119,11 @@ def layer(config: Any, weights: Any, x: Any, topk_idx: Any, topk_weights: Any) -
 def compile_layer(
     generation: str, model: Model, tokens: int, grouped_matmul: str, weights_dtype: str, ranks: int = RANKS
 ) -> Any:
-    """Compiles a layer of `ranks` devices, whose weights are operands."""
+    """Compiles a layer on `ranks` devices of a chip's `generation`, with `tokens` of each device. Weights are operands.
+
+    Raises:
+      ValueError: no topology of so many devices is known for the generation.
+    """
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
@@ -237,7 +242,8 @@ def one_row(
     folder: str,
     seed: int,
 ) -> dict[str, Any]:
-    """One layer: compiled, and counted."""
+    """Compiles a layer on `ranks` devices, with `tokens` of each, and returns its row of the results: its identity
+    (`key`) and what `counted` returns."""
     model = MODELS[name]
     program = tpu_bundles.compile_counted(
         functools.partial(compile_layer, generation, model, tokens, grouped_matmul, weights_dtype, ranks), folder
@@ -486,7 +492,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 key = operator.itemgetter("generation", "devices", "model", "tokens", "weights", "matmul")
-"""Returns what names the layer of a row: no two rows of a file have the same."""
+"""Returns the values of a row that identify its layer: no two rows of a file have the same."""
 
 
 def merged(path: str, document: dict[str, Any]) -> list[dict[str, Any]]:

@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     document = earlier(options.json) or {"results": [], "left_out": []}
     document |= {
-        "command": "python -m benchmarks.tpu.layer --json FILE --again",  # of all rows: a run may add some
+        "command": "python -m benchmarks.tpu.layer --json FILE --again",  # makes all rows: a run may add a few
         "notice": NOTICE,
         "versions": report.versions(),
         "sizes": SIZES | {"tokens": TOKENS, "width": WIDTH},
@@ -236,8 +236,8 @@ def grouped_cycles(
 
     A piece of rows takes its bundles, or the peak time of its products where that is longer. A kernel takes the time of
     its pieces and steps, or the time in which HBM moves its bytes where that is longer. Pieces with more products have
-    more bundles: in this order kernels of the dump and calls that were traced are matched. Calls of the same shapes may
-    be one kernel.
+    more bundles: in this order kernels of the dump and calls that were traced are matched, and within a kernel its
+    loops and the sizes of its pieces. Calls of the same shapes may be one kernel.
 
     Args:
       experts: rows of each expert of a rank.
@@ -309,9 +309,11 @@ def visits(sizes: tuple[int, ...], rows: int) -> int:
 
 
 def hbm_us(chip: tpu_topologies.Topology, devices: int, seed: int, halves: bool) -> dict[str, float]:
-    """Microseconds in which HBM moves the bytes of the exchanges' kernels, forward and backward together: a record
-    counts as its row of bfloat16, and a row that `reduce_slots` reads as the two rows that share its words, unless it
-    was made in halves."""
+    """Returns microseconds in which HBM moves the bytes of each kernel of the exchanges, forward and backward together.
+
+    A record counts as its row of bfloat16. A row that `reduce_slots` reads counts as two, the rows that share its
+    words; or as one with `halves`, where both combines read rows that were made in halves.
+    """
     routing = tpu_bundles.uniform_routing(
         TOKENS, devices, SIZES["experts"], SIZES["top_k"], tpu_bundles.Grouping(16), seed
     )
@@ -326,8 +328,9 @@ def hbm_us(chip: tpu_topologies.Topology, devices: int, seed: int, halves: bool)
 
 
 def pieces(sizes: tuple[int, ...], grid: tpu_bundles.Grid) -> tuple[int, dict[int, int], int]:
-    """Pieces, longer pieces by their rows, and visits, into which the rows of experts of these sizes are cut. In a
-    gradient by weights a pair of pieces counts as a longer one."""
+    """Returns how the rows of experts with `sizes` rows each are cut: the number of pieces of `grid.piece` rows; the
+    number of longer pieces by their rows, ascending; and the number of visits. In a gradient by weights, two pieces
+    that one turn of the kernel's loop multiplies count as one longer piece."""
     from xen_moe_jax.pallas_kernels import grouped_by_weight, grouped_transposed
 
     ends = np.cumsum(sizes)

@@ -102,7 +102,8 @@ def main(options: argparse.Namespace) -> int:
 
 
 def command(options: argparse.Namespace) -> str:
-    """The command that makes all rows of a file anew: a run may add some rows or replace them."""
+    """Returns the command that makes all rows of a results file. A run stores it in place of its own command line,
+    because it may add rows to a file or replace some."""
     given = {name: getattr(options, name) for name in ("hidden", "experts", "top_k", "tokens", "seed")}
     sizes = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value]
     return report.command_line(["tpu-static", "--json", "FILE", *sizes])

@@ -21,7 +21,7 @@ from xen_moe_jax.pallas_kernels.hopper import float8_quantize
 
 @pytree()
 class ArrivedRows:
-    """Rows `[C, H]` with a scale for 128 elements, which are multiplied as they are.
+    """Quantized rows `[C, H]` with a scale for every 128 elements, which the experts multiply as they are.
 
     Attributes:
       x: `[C, H]` in the tokens' dtype. Its values are not read. Its cotangent is that of the rows, which
@@ -69,8 +69,8 @@ def dispatch_quantized(
 ) -> Routed:
     """Dispatches tokens `[..., H]` that are quantized first and stay quantized: `routed.x` is an `ArrivedRows`.
 
-    Values, counts, and gradients are those of `dispatch(x, ..., wire=, gradient_wire=)`, but for the rounding of
-    dequantized rows to the tokens' dtype.
+    Values, counts, and gradients are those of `dispatch(x, ...)` with `wire=way.wire` and
+    `gradient_wire=way.gradient_wire`, except that no row is dequantized and rounded to the tokens' dtype.
     """
     scaled = _quantized(jax.lax.stop_gradient(x), way.wire)
     routed = dispatch(scaled, topk_idx, topk_weights, config=way.config, **options)

@@ -94,8 +94,14 @@ def by_pallas(function: ExpertFunction, rows: Any, weights: mlp.Weights) -> bool
 def config_for_rows(
     function: ExpertFunction, x: jax.Array, weights: mlp.Weights, capacity: Any, config: KernelConfig | None
 ) -> KernelConfig | None:
-    """Returns the config of dispatch and combine of tokens `x [..., H]`: where kernels for TPUs make the rows of
-    both combines, forward and backward, they may make and read them in halves."""
+    """Returns the config of dispatch and combine of tokens `x [..., H]`: a `RowsInHalves` with the fields of `config`
+    where the kernels of `on_tpu` make the rows of both combines, that of the outputs and that of the rows' gradient, so
+    that they may make them in halves; else `config`.
+
+    Args:
+      capacity: of the dispatch. Without a number that is known when the call is traced, `config` is returned.
+      config: a `KernelConfig` or None.
+    """
     rows = as_int(capacity)
     by_rows = function.apply_weights_to == "rows" and _own(function, weights)
     if not by_rows or rows is None or x.dtype != jax.numpy.bfloat16 or x.shape[-1] % 256:
@@ -176,14 +182,15 @@ def _weighted_combine(
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """Static arguments of `_run`, and the parts of its value."""
+    """Static arguments of `_run` and of `_run_on_tpu`, and the parts of their value."""
 
     function: ExpertFunction
     back: Return
 
     @property
     def halves(self) -> bool:
-        """Combines of the outputs and of the rows' gradient read rows in halves."""
+        """True if the combines of the outputs and of the rows' gradient may read rows in halves, as the kernels then
+        make them."""
         return isinstance(self.back.config, RowsInHalves)
 
     def inner(self, rows: Any, first: Any, sizes: Any) -> Any:

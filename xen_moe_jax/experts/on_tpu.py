@@ -49,10 +49,11 @@ step for the whole contracted dimension is preferred to all of these."""
 STEP = 2**22
 """Most elements of the weights of a step: the program of a step, which has no loop over them, grows with them."""
 WEIGHT_ROWS = {4096: STEP // 2, 2048: 2**18, 1024: 2**18, 512: 2**18, 256: 2**18, 128: 2**18}
-"""Rows of a tile of the gradients by weights, the preferred number first; and the elements that a tile of a weight has
-at least beside so many rows, where VMEM and the sizes allow it: with smaller tiles HBM would move more bytes, and a
-step would have more bundles than the time of its products. Pieces are as deep as the matrix unit: 256 rows on the
-generations that `PIECES` names, 128 on others."""
+"""Numbers of rows of a tile of the gradients by weights, the preferred number first. The value of each is the least
+number of elements of the weight's tile with which so many rows are taken; if no tile has enough elements, the most rows
+that fit are taken. With smaller tiles of the weight HBM would move more bytes, and the instructions of a step would
+take longer than its products. Pieces are as deep as the matrix unit: 256 rows on the generations that `PIECES` names,
+128 on others."""
 DEFAULT = KernelConfig(backend="pallas")
 
 
@@ -97,8 +98,16 @@ def products(
 
 
 def product_in_halves(rows: jax.Array, weight: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Returns `products` with one weight, `[C, B]`, made in the form in which a combine with `RowsInHalves` reads it.
-    It has no derivative. `rows` are bfloat16, and `B` is a multiple of 256."""
+    """Returns the product `[C, B]` of the rows with one weight of their experts, for a combine with `RowsInHalves`;
+    unspecified past the last group.
+
+    On the generations of `hardware.HALVES` the kernel writes it as `[2 * C, B / 2]`, and the reshape to `[C, B]` and
+    that of the combine back to this form cancel each other. Any other reader costs a copy. It has no derivative.
+
+    Args:
+      rows: bfloat16 `[C, A]`, sorted by expert. weight: bfloat16 `[L, A, B]`, with `B` a multiple of 256.
+      group_sizes: int32 `[L]`.
+    """
     return _products_p.bind(rows, weight, group_sizes, activation=None, keep=True, halves=True, config=DEFAULT)[0]
 
 
@@ -155,8 +164,14 @@ def by_operands(
     config: KernelConfig | None = None,
     halves: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Returns the gradients of `products` by the rows, with `halves` as `product_in_halves` makes rows, and by each of
-    the weights."""
+    """Returns the gradients of `products`: by the rows, `[C, A]`, zero past the last group; and by each of the weights,
+    `[L, A, B]`.
+
+    Args:
+      rows: `[C, A]`. weights: each `[L, A, B]`. group_sizes: int32 `[L]`. cotangents: of the products, each `[C, B]`.
+      halves: the gradient by the rows is made in the form that `product_in_halves` describes: it is bfloat16, and `A`
+        is a multiple of 256.
+    """
     config = config or DEFAULT
     (by_rows,) = _transposed_p.bind(*cotangents, *weights, group_sizes, halves=halves, config=config)
     return by_rows, tuple(by_weight(rows, group_sizes, by, config) for by in cotangents)
@@ -239,9 +254,11 @@ def tiles_for(
     Where one step has the whole contracted dimension, an expert's weights are read once for all its rows.
 
     Args:
-      rows, width: sizes of the result, which tiles divide where they can. depth: size of the contracted dimension.
-      weights, given: numbers of weights and of operands of rows. itemsize: bytes of an element. piece: `Tiles.piece`.
-      results: number of results.
+      limit: bytes of VMEM of a core.
+      rows, width: sizes of the result, multiples of 128, which the tiles divide; of a result in halves, `width` is that
+        of one half. depth: size of the contracted dimension, a multiple of 128.
+      weights, given, results: numbers of blocks, as in `Tiles.vmem_bytes`. itemsize: bytes of an element.
+      piece: `Tiles.piece`. cores: of the chip.
     """
     of_depth = [depth, *(size for size in DEPTHS if depth % size == 0)]
     of_width = [size for size in COLUMNS if width % size == 0]
@@ -257,7 +274,9 @@ def tiles_for(
 def _chosen(
     config: KernelConfig, given: Sequence[Any], width: int, weights: Sequence[Any], results: int = 1
 ) -> tuple[Tiles, Launch]:
-    """Tiles and launch of a kernel that multiplies rows `given [C, A]` with weights of `width` columns each."""
+    """Returns tiles and launch of a kernel that multiplies rows `given`, each `[C, A]`, with `weights` to `width`
+    columns each. For a result in halves, `weights` has every weight twice, `width` is that of one half, and `results`
+    counts both halves."""
     chip, itemsize = hardware.generation(), weights[0].dtype.itemsize
     limit, piece = config.vmem_limit_bytes or chip.vmem_bytes, PIECES.get(chip.name, 64)
     (rows, depth), operands = given[0].shape, (len(weights), len(given))
@@ -326,9 +345,10 @@ def _shapes_by_weight(rows: Any, cotangent: Any, group_sizes: Any, **_: Any) -> 
 def weight_tiles_for(
     limit: int, rows: int, depth: int, width: int, itemsize: int, piece: int, cores: int = 1
 ) -> WeightTiles:
-    """Returns tiles that take at most three quarters of `limit` bytes of VMEM. They have the most rows beside which a
-    tile of the weight has room that is as large as `WEIGHT_ROWS` asks, and of those tiles the one for which HBM moves
-    the fewest bytes. `cores` share the tiles of `depth` evenly where that is possible.
+    """Returns tiles that take at most three quarters of `limit` bytes of VMEM. Of all tiles whose part of the weight
+    has as many elements as `WEIGHT_ROWS` asks for their number of rows, they have the most rows; and of the tiles with
+    so many rows they are those for which HBM moves the fewest bytes. `cores` share the tiles of `depth` evenly where
+    that is possible.
 
     Args:
       rows: `C`, which the tiles' rows divide. depth, width: `A` and `B` of the weight, multiples of 128.

@@ -34,20 +34,23 @@ from xen_moe_jax.pallas_kernels.peers import Axes
 MOST_ROWS = 96
 """Most rows of a matrix product of a whole layer: sums of 512 columns fill three quarters of the registers."""
 FEW_ROWS, ROWS_OF_ONE_CORE = 32, 64
-"""With more rows of a matrix product than the first number two cores share a layer where it fits them, because one core
-is busy with other work as well: with 48 rows v5p needs 1.05 of the time of the weights where one core needs 1.12 to
-1.32. Up to the second number one core takes a layer that does not fit both. Its matrix units alone would need as long
-as HBM for 83 rows, on v5p. Weights of one byte, of which HBM gives twice as many and which are converted, are left to
-`decode_experts`."""
+"""On a chip with two cores both share a layer whose matrix products have more rows than `FEW_ROWS`, if it fits them,
+because a core is busy with other work than products, too: for 48 rows two cores of v5p need 1.05 times the time in
+which HBM gives the weights, one core needs 1.12 to 1.32 times this time. With at most `ROWS_OF_ONE_CORE` rows, one core
+takes a layer that does not fit two. The matrix units of one core of v5p need as long for the products of 83 rows as HBM
+needs for the weights. On a chip with two cores weights of one byte are left to `decode_experts`: HBM gives twice as
+many of them in the same time, and they are converted."""
 MOST_AHEAD, LEAST_AHEAD = 96, 2
 """Slabs of weights that travel while a layer's rows do, at most and at least."""
 LEAST_KEPT = 512
-"""Rows that a rank has room for at least."""
+"""Rows that each core of a rank has room for at least."""
 ROOM = (2.0, 1.5)
-"""Otherwise as many rows as come to it by uniform routing, times the first of these that fits."""
+"""Where that is more, a rank has room for the rows that come to it by uniform routing, times the first of these factors
+with which the layer fits."""
 IDLE_EXPERTS = 0.01
-"""The first experts' weights come before the routing is known: of as many experts as have no more idle ones among them,
-by a random routing, than this part of all experts."""
+"""A core reads weights of its first experts before the routing is known, also those of experts without rows. Random
+routing leaves as many experts of this prefix without rows, on average, as this part of all experts of the core, or
+fewer."""
 
 
 def layer(
@@ -243,11 +246,12 @@ class LayerPieces(NamedTuple):
 def layer_pieces(
     limit: int, chip_cores: int, ranks: int, slots: tuple[int, int], matrices: Matrices, part: int = 1
 ) -> LayerPieces | None:
-    """Returns pieces with as many slabs on their way as `limit` bytes of VMEM allow.
+    """Returns pieces with as many slabs on their way as `limit` bytes of VMEM allow; for two cores where `FEW_ROWS`
+    asks for them and the layer fits them.
 
     None where not even `LEAST_AHEAD` slabs fit, where tables do not fit SMEM, where there are more ranks than
-    `all_gather_dispatch.GATHERED_RANKS`, where weights are of one byte and the chip has two cores, and where so many
-    rows need two cores that cannot share the experts: their number is odd, or there is one rank.
+    `all_gather_dispatch.GATHERED_RANKS`, where weights are of one byte and the chip has two cores, and where more than
+    `ROWS_OF_ONE_CORE` rows need two cores that cannot share the experts: their number is odd, or there is one rank.
 
     Args:
       limit: bytes of VMEM of a core. chip_cores: cores of the chip.

@@ -29,8 +29,8 @@ NO_MXFP4 = "wire='mxfp4': the TPU kernels have none (a ValueError says so)"
 
 MAPS = pathlib.Path("/proc/self/maps")
 MOST_MAPS = 30_000
-"""Maps of memory of which the programs of a class are kept. Each compiled program has some hundred, Linux gives a
-process 65,530 (`vm.max_map_count`), and XLA's compiler aborts without one."""
+"""Most mappings of memory with which compiled programs are kept between two tests of a class. Each program has some
+hundred mappings, Linux allows a process 65,530 (`vm.max_map_count`), and XLA's compiler aborts where it gets none."""
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +43,9 @@ def kernels_are_clean(capfd):
 
 @pytest.fixture(autouse=True, scope="class")
 def programs_of_a_class():
-    """A class replaces parts of the backend: another one, whose kernels have equal arguments, must not get its traces.
-    Tests of one class that differ in their routing alone share a program."""
+    """Clears JAX's caches behind each class. A class may replace parts of the backend, and the next class, whose
+    kernels have equal arguments, must not get its traces. Tests of one class that differ in their routing alone share a
+    program."""
     yield
     jax.clear_caches()
 

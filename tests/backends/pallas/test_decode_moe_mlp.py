@@ -122,7 +122,8 @@ def test_two_cores_share_an_even_number_of_experts(local, cores):
     [(8, 32, 64, 2), (8, 31, 64, 1), (1, 32, 64, 1), (8, 32, 12, None)],
 )
 def test_one_core_takes_a_layer_that_two_cannot_share(ranks, local, mebibytes, cores):
-    """48 rows of a product: an odd number of experts, one rank; and too little memory for either."""
+    """A product has 48 rows. Two cores share the layer; one takes it with an odd number of experts, and on one rank;
+    neither does where VMEM is too small."""
     matrices = tpu_decode.Matrices((local, 1024, 512), "bfloat16", True, False, None)
     chosen = tpu_decode_layer.layer_pieces(mebibytes * 2**20, 2, ranks, (128, 8), matrices)
     assert (chosen and chosen.cores) == cores

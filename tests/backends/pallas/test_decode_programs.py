@@ -61,8 +61,9 @@ def test_a_run_keeps_the_other_layers_of_a_file(tmp_path):
 
 
 def test_the_file_has_every_layer_of_the_page():
-    """bfloat16 for all models, weights of one byte for DeepSeek-V3, the layer that others have measured, and the four
-    chips of a v5p-8. One layer in bfloat16 needs more than 1.15 of the time of its weights."""
+    """The file has bfloat16 for all models, weights of one byte for DeepSeek-V3, the layer that sglang-jax has
+    measured, and the four chips of a v5p-8. One layer in bfloat16 needs more than 1.15 times the time of its
+    weights."""
     rows = {decode.key(row): row for row in json.loads(RESULTS.read_text())["results"]}
     chips = ("v5e", "v5p", "v6e", "tpu7x")
     layers = {(model, "bfloat16") for model in decode.SHOWN} | {("DeepSeek-V3", weights) for weights in decode.WEIGHTS}

@@ -87,7 +87,8 @@ def test_cotangents_times_transposed_weights(name, steps):
 
 @pytest.mark.parametrize(("tile", "piece", "apart"), [(256, 64, 16), (512, 128, 32), (128, 128, 128), (128, 32, 16)])
 def test_pieces_have_the_rows_of_an_expert_and_few_more(tile, piece, apart):
-    """From the multiple of 16 rows at which they begin, they have the next size that a list of pieces can have."""
+    """Counted from the multiple of 16 rows at or before an expert's first row, the pieces have the least rows, of all
+    sums of whole and longer pieces, that reach the expert's last row."""
     begin, end = (a.astype(np.int32) for a in np.triu_indices(tile + 1, 1))
     tiles = Tiles(tile, 128, 128, piece)
     first, count, more = (np.asarray(a) for a in pieces_of(begin, end, tiles))
@@ -342,7 +343,7 @@ def test_bfloat16_has_the_bits_of_dispatch_experts_and_combine(cores, monkeypatc
 
 @pytest.mark.parametrize(("mode", "weighted"), [("eager", True), ("on_wait", False)])
 def test_a_combine_of_rows_in_halves(mode, weighted, monkeypatch):
-    """The reference reads whole rows; the bits are the same."""
+    """A combine in halves has the bits of the reference, which reads whole rows."""
     monkeypatch.setattr(hardware, "HALVES", (hardware.SMALLEST.name,))
     rng, tokens, hidden, experts, top_k = np.random.default_rng(7), 8, 256, 3, 2
     x = jnp.asarray(rng.standard_normal((tokens, hidden)), jnp.bfloat16)
@@ -364,7 +365,7 @@ def test_a_combine_of_rows_in_halves(mode, weighted, monkeypatch):
 
 
 def test_both_combines_of_a_layer_read_rows_in_halves(monkeypatch, on_a_tpu):
-    """That of the outputs and that of the rows' gradient; in float32 neither does."""
+    """In bfloat16 the combine of the outputs and that of the rows' gradient do; in float32 neither does."""
     read, reduce_slots = [], slots_kernel.reduce_slots
 
     def recorded(*operands, **options):

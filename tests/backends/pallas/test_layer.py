@@ -62,7 +62,7 @@ def test_the_peer_computes_the_same_layer():
 
 
 BOTH = ((tpu_layer_programs.OWN, "auto"), (tpu_layer_programs.PEER, "ragged_dot"))
-"""Programs that are compared, each with its matmuls."""
+"""The two programs that are compared, each with the name of its grouped matmul."""
 
 
 def assert_less_memory(ours, theirs):
@@ -224,7 +224,7 @@ def rows_of_the_file():
 
 
 REFUSED = ("v5e:8x8", tpu_layer_programs.PEER, "ragged_dot")
-"""A torus whose routes are limited: XLA's exchange does not compile there."""
+"""The program that XLA does not compile: its exchange on a torus of 64 chips, for which routes are limited."""
 
 
 def test_the_file_has_every_program():
@@ -239,7 +239,7 @@ def test_the_file_has_every_program():
 
 @pytest.mark.parametrize("topology", [name for name in tpu_layer.TARGETS if name != REFUSED[0]])
 def test_a_full_size_layer_needs_less_memory_than_the_peer(topology):
-    """As the file has it, whose rows are compiled again below."""
+    """This compares rows of the file; `test_the_file_is_of_these_programs` compiles the programs again."""
     rows = rows_of_the_file()
     assert_less_memory(*(rows[topology, program, matmul] for program, matmul in BOTH))
 

@@ -93,7 +93,8 @@ def combine(
 
 
 def _halved(rows: jax.Array, config: KernelConfig) -> bool:
-    """Returns True if a kernel has made these rows in halves."""
+    """Returns True if `reduce_slots` reads `rows [C, H]` in halves: the config allows the experts' kernel to make them
+    in this form, and on the chip being compiled for it does so."""
     made = isinstance(config, RowsInHalves) and hardware.makes_halves()
     return made and rows.dtype == jnp.bfloat16 and rows.shape[1] % (2 * LANES) == 0
 

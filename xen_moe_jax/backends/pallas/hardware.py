@@ -62,12 +62,14 @@ LOW_LATENCY_TOKENS = 256
 
 
 HALVES = ("v5e",)
-"""Generations of chips on which rows are made in halves for a combine, because HBM is the limit of a combine there. On
-v5p both combines would save 121 us, and the gradient by rows, with smaller tiles, would lose 224."""
+"""Names of generations on which the experts' kernels make rows in halves (`experts.on_tpu.product_in_halves`), because
+there the bandwidth of HBM limits a combine of whole rows. On v5p both combines of a layer would save 121 us, and the
+kernel of the gradient by the rows, whose tiles would be smaller, would lose 224 us (docs/design/tpu.md)."""
 
 
 def makes_halves() -> bool:
-    """Returns True if rows are made in halves on the chip being compiled for."""
+    """Returns True if the experts' kernels make rows in halves, where their caller asks for it, on the generation being
+    compiled for."""
     return generation().name in HALVES
 
 
