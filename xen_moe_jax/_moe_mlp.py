@@ -82,8 +82,9 @@ def moe_mlp(
       topk_idx, topk_weights: `[T, K]`, as in `dispatch`.
       gate, up: `[L, H, F]` of the dtype of `x`, this rank's experts, `L = ceil(num_experts / R)`; `gate` is None for
         activations with one projection. A `QuantizedWeight` in place of an array, or a `qwix.QArray` of its formats, is
-        widened where it is multiplied by. Experts in fp8 also take a `Float8Weight`, whose codes this call uses instead
-        of quantizing (but with `balance="exact"` the weights travel, and are quantized where they arrive).
+        widened where it is multiplied by; experts in fp8 or int8 multiply by its codes, which must be in their dtype
+        and in blocks of 128 x 128. Experts in fp8 also take a `Float8Weight`, whose codes this call uses instead of
+        quantizing (but with `balance="exact"` the weights travel, and are quantized where they arrive).
       down: `[L, F, H]`.
       num_experts, axis_name: as in `dispatch`.
       activation: with `gate`: "swiglu" (arXiv:2002.05202), "geglu", or "clipped_swiglu" (gpt-oss:
@@ -96,8 +97,8 @@ def moe_mlp(
       experts: in place of the MLP: `experts(rows, group_sizes, weights) -> rows` with a dict of the weights (and of
         "gate_bias", ...), as `MoEConfig.experts`. Shapes of the weights are then its own matter. "float8_e4m3fn" or
         "int8": the MLP with rows, weights and cotangents quantized in front of each matmul, as
-        `MoEConfig.expert_dtype`; rows that travelled in this dtype are multiplied as they arrived. fp8 by kernels on a
-        Hopper GPU; elsewhere, and with `grouped_matmul="ragged_dot"`, in plain JAX.
+        `MoEConfig.expert_dtype`; rows that travelled in this dtype are multiplied as they arrived. Kernels multiply fp8
+        on a Hopper GPU. Elsewhere, with `grouped_matmul="ragged_dot"`, and in int8, plain JAX multiplies, slowly.
       grouped_matmul: "auto" (the fastest one), "ragged_dot" (the only one with forward mode and second derivatives),
         "tokamax", "hopper", or a function `(rows [C, A], weights [L, A, B], group_sizes [L]) -> [C, B]`. It, or
         `experts`, gets the rows of an fp8 or int8 `wire` as they arrive, as a `BlockScaled`, if it has a true attribute
@@ -235,7 +236,8 @@ def _decode(
 def _few_tokens(
     call: tpu_decode.Call, x: Any, topk_idx: Any, topk_weights: Any, weights: Any, options: dict[str, Any], info: bool
 ) -> Any:
-    """The call by the decode kernels: all of it by one, or without counts and where that does not fit, its experts."""
+    """Returns the result of `moe_mlp` by the decode kernels of TPUs. One kernel computes the whole call where it takes
+    the call and `info` is false. Otherwise a kernel computes the experts alone, between a dispatch and a combine."""
     hidden = x.shape[-1]
 
     def composed(x: Any, topk_idx: Any, topk_weights: Any, weights: Any, return_info: bool = False) -> Any:

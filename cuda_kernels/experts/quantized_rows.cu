@@ -283,8 +283,8 @@ struct Fp4Scales {
 // element, a sign, two bits of exponent and one of mantissa, becomes a bf16 of 2^-126 times its value.
 __device__ __forceinline__ void WidenFp4(uint32_t bytes, const Fp4Scales& scales, uint32_t (&a)[4]) {
   // A multiplication copies the code of each half to bits 15 to 12, for the sign, and to bits 9 to 6, for the
-  // magnitude. With the two logical operations around it there are three instructions, where shifts in its place make
-  // four. Logical operations and shifts limit the kernel.
+  // magnitude. A code then takes three instructions, the multiplication and the two logical operations around it. With
+  // shifts in place of the multiplication it would take four. Logical operations and shifts limit the kernel.
   constexpr uint32_t kBoth = 0x81C081C0u;
   const uint32_t codes[4] = {(bytes & 0x000F000Fu) * 0x1040u & kBoth, (bytes >> 8 & 0x000F000Fu) * 0x1040u & kBoth,
                              (bytes & 0x00F000F0u) * 0x104u & kBoth, (bytes >> 8 & 0x00F000F0u) * 0x104u & kBoth};

@@ -63,7 +63,7 @@ def rows_by_rows(
     m_tiles, n_tiles = pl.cdiv(height, tiles.m), pl.cdiv(width, tiles.n)
     sizes = jnp.maximum(group_sizes.astype(jnp.int32), 0)
     ends = up_to_each(sizes)
-    if first_row is not None:  # but to the last entry, the counter of `claims`
+    if first_row is not None:  # added to all entries but the last one, which is the counter of `claims`
         ends = ends + jnp.where(jnp.arange(num_groups + 1) < num_groups, first_row, 0)
     starts = ends[:num_groups] - sizes
 

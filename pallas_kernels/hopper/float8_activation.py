@@ -1,14 +1,16 @@
 """The backward pass of an activation between fp8 matmuls: the cotangents of the projections, and the activation, which
 is computed again, are quantized without a pass through the GPU's memory in 16 bits.
 
-Two warpgroups have a tile of 128 x 128 of all operands in shared memory. They compute their results in place, rounded
-to the operands' dtype, and quantize each for its uses: the cotangents by rows for the gradient of the experts' rows,
-and all results by columns for the gradients of weights. Each number is read and written once.
+A pair of warpgroups has a tile of 128 x 128 of each operand in shared memory. The pair computes the results in the
+place of the operands, rounded to the operands' dtype, and quantizes each result for its uses: the cotangents by rows
+for the gradient of the experts' rows, and all results by columns for the gradients of weights. Each number is read from
+the GPU's memory and written to it once.
 
-Each warpgroup computes 64 rows. Then the first one quantizes the activation by columns, and the second one both
-cotangents by rows; the columns of a cotangent are quantized by either of them. Codes by columns lie in the place of
-their tile on their way out, codes by rows go to the GPU's memory from registers. A thread block has two such pairs, on
-tiles of their own: ptxas then gives a thread 128 registers at most, so that sixteen warps fit into a multiprocessor.
+Each warpgroup computes 64 rows. Then the first one quantizes the activation by columns, and the second one each
+cotangent by rows. The columns of the last cotangent are quantized by the second warpgroup; those of the first
+cotangent, where there are two, by the first warpgroup. Codes by columns are stored by TMA from the place of their tile,
+codes by rows from registers. A thread block has two such pairs, with tiles of their own: ptxas then gives a thread 128
+registers at most, so that sixteen warps fit into a multiprocessor.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.hopper.float8_rows import BLOCK, DTYPE, ROWS, WGMMA, Quantized
 
 COLUMNS = 8
-"""Columns that are computed at once: few, since a thread has few registers."""
+"""Columns that a warpgroup computes at once: few, since a thread has few registers."""
 PAIRS = 2
 """Pairs of warpgroups in a multiprocessor, each with a tile: while one waits for its tile, the other one computes."""
 
@@ -74,6 +76,7 @@ def gradients(
         last = len(projections) - 1
 
         def tile(number: Any, carry: Any) -> Any:
+            """Computes and quantizes the tile that is this pair's turn `number`, unless its block has no rows."""
             number = (number * num_sms + sm) * PAIRS + pair
             block, j = lax.div(number, jnp.int32(beside)), lax.rem(number, jnp.int32(beside))
             start, size = facts[0, block], facts[1, block]
@@ -109,6 +112,9 @@ def gradients(
                     outputs[-1][j, pl.ds(start + m, ROWS)] = sums
 
             def by_columns(number: int, values: Any, scales: Any) -> None:
+                """Quantizes the columns of tile `number` in its place, with zeros in place of rows of the next group,
+                and begins to store the codes to `values`."""
+
                 @pl.when(size < BLOCK)
                 def _() -> None:
                     plgpu.commit_smem()  # all threads of the warpgroup have read the tile's rows
@@ -120,6 +126,8 @@ def gradients(
                 plgpu.copy_smem_to_gmem(turned[number], values.at[column, of_block])
 
             def by_rows(number: int) -> None:
+                """Quantizes the rows of the cotangent of projection `number`, and stores codes and scales. Rows of the
+                next group are stored, too: the tile of that group stores the same bits."""
                 values, scales = outputs[4 * number : 4 * number + 2]
                 at = pl.ds(start, BLOCK)
                 places = values.at[at, column], scales.at[0, j, at]

@@ -25,7 +25,8 @@ HALF = 64
 HALF_BYTES, ROW_BYTES = BLOCK * HALF * 2, BLOCK
 DTYPE = jnp.float8_e4m3fn
 FIRST_BARRIER = 8
-"""Barriers from this number on are free. Mosaic has one for each warpgroup, from 1 on."""
+"""The named barriers of a thread block from this number on are free for `meet`. Mosaic uses number 0 and a number for
+each warpgroup, from 1 on."""
 WIDE: Any = (plgpu.TilingTransform((1, HALF)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 NARROW: Any = (plgpu.TilingTransform((1, BLOCK)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 """WIDE and NARROW have tiles of one row, so that copies may begin at any row."""
@@ -62,7 +63,7 @@ def quantize_rows(tile: Any, values: Any, scales: Any, apart: int = 1) -> None:
 
 def store_rows(tile: Any, values: Any, scales: Any, stride: int, count: Any) -> None:
     """Does as `quantize_rows`, but `values [128, 128]` is in the GPU's memory, where a row begins `stride` bytes after
-    the one in front of it. Only its first rows are written, int32 `count` of them."""
+    the row in front of it. The codes of the first `count` rows, an int32, are written, and the scales of all rows."""
     kind = GIVEN[jnp.dtype(tile.dtype).name]
     kinds = (plgpu.RefType(WIDE), plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT(()))
 
@@ -74,7 +75,8 @@ def store_rows(tile: Any, values: Any, scales: Any, stride: int, count: Any) -> 
 
 
 def meet(number: int, *, wait: bool) -> None:
-    """Arrives at barrier `number`, 0 or 1, of a pair of warpgroups, and with `wait` waits for the other one."""
+    """Arrives at barrier `number`, 0 or 1, of this warpgroup's pair, and with `wait` waits for the other warpgroup of
+    the pair. Warpgroups `2 n` and `2 n + 1` of a thread block are a pair."""
     pair = ["mov.u32 at, %tid.x;", f"shr.u32 at, at, {BLOCK.bit_length()};"]
     pair += [f"mad.lo.u32 at, at, 2, {FIRST_BARRIER + number};"]
     lines = [*pair, f"bar.{'sync' if wait else 'arrive'} at, {2 * BLOCK};"]

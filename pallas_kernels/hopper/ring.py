@@ -110,7 +110,8 @@ def load_steps(
 
 
 def drain(tiles: Tiles, scratch: dict[str, Any], done: Any) -> None:
-    """Waits until each of the `done` stages has been read, so that no barrier is left within a phase."""
+    """Waits until the last of the `done` stages, one for each slot of the ring, have been read. The loading warpgroup
+    has then waited for each phase of the barriers "released"."""
 
     def step(count: Any, _: Any) -> Any:
         plgpu.barrier_wait(scratch["released"].at[lax.rem(count, jnp.int32(tiles.stages))])
@@ -151,7 +152,7 @@ def multiply_steps(
             if edge:
                 at_edge(k, slot)
             multiply(accumulators, slot)
-            plgpu.wgmma_wait(beside)  # the wgmma in front of this one has read its stage
+            plgpu.wgmma_wait(beside)  # then the wgmma of the stage in front of this one have read that stage
             plgpu.barrier_arrive(scratch["released"].at[slot_of(count + tiles.stages - 1)], predicate=k > 0)
             return count + 1
 

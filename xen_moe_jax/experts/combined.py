@@ -94,13 +94,14 @@ def by_pallas(function: ExpertFunction, rows: Any, weights: mlp.Weights) -> bool
 def config_for_rows(
     function: ExpertFunction, x: jax.Array, weights: mlp.Weights, capacity: Any, config: KernelConfig | None
 ) -> KernelConfig | None:
-    """Returns the config of dispatch and combine of tokens `x [..., H]`: a `RowsInHalves` with the fields of `config`
-    where the kernels of `on_tpu` make the rows of both combines, that of the outputs and that of the rows' gradient, so
-    that they may make them in halves; else `config`.
+    """Returns the config for the dispatch and the combine of tokens `x [..., H]`.
+
+    It is a `RowsInHalves` with the fields of `config` where kernels for TPUs make the rows of both combines: the
+    experts' outputs, and in the backward pass the gradient of the rows. These kernels may then write a row as two
+    halves, and the combines read it so. Elsewhere it is `config` itself.
 
     Args:
-      capacity: of the dispatch. Without a number that is known when the call is traced, `config` is returned.
-      config: a `KernelConfig` or None.
+      capacity: rows `C` of the dispatch. With None, the exact worst case, `config` is returned.
     """
     rows = as_int(capacity)
     by_rows = function.apply_weights_to == "rows" and _own(function, weights)
@@ -182,15 +183,14 @@ def _weighted_combine(
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """Static arguments of `_run` and of `_run_on_tpu`, and the parts of their value."""
+    """Static arguments of `_run` and `_run_on_tpu`, and the parts of their value."""
 
     function: ExpertFunction
     back: Return
 
     @property
     def halves(self) -> bool:
-        """True if the combines of the outputs and of the rows' gradient may read rows in halves, as the kernels then
-        make them."""
+        """True if the combines of the experts' outputs and of the rows' gradient may read rows in halves."""
         return isinstance(self.back.config, RowsInHalves)
 
     def inner(self, rows: Any, first: Any, sizes: Any) -> Any:

@@ -56,7 +56,13 @@ def grouped_matmul(rows: jax.Array | ArrivedRows, weights: Weight, group_sizes: 
 
 
 def in_int8(rows: jax.Array | ArrivedRows, weights: Weight, group_sizes: jax.Array) -> jax.Array:
-    """Returns what `grouped_matmul` does, in int8; a `QuantizedWeight` is of int8 in blocks of 128 x 128.
+    """Returns rows `[C, A]` times the weights `[L, A, B]` of their groups, as `grouped_matmul` does, but by operands in
+    int8: `[C, B]` in the rows' dtype. No kernel of this library multiplies them, on any platform.
+
+    Args:
+      rows: as in `grouped_matmul`; `ArrivedRows` are in int8.
+      weights: floating point; or a `QuantizedWeight` of int8 in blocks of 128 x 128, which is used as it is.
+      group_sizes: int32 `[L]`.
 
     Raises:
       ValueError: the weights are a `QuantizedWeight` of another format, or a `Float8Weight`.
@@ -65,6 +71,7 @@ def in_int8(rows: jax.Array | ArrivedRows, weights: Weight, group_sizes: jax.Arr
 
 
 def _grouped_matmul(dtype: str, rows: jax.Array | ArrivedRows, weights: Weight, group_sizes: jax.Array) -> jax.Array:
+    """Returns the product of `grouped_matmul` or, with `dtype` "int8", of `in_int8`."""
     check_weights(weights, dtype)
     x, arrived, weights, group_sizes = vary_all((*parts_of(rows), weights, group_sizes))
     if isinstance(weights, QuantizedWeight):
@@ -96,7 +103,7 @@ def automatic(rows: jax.Array | ArrivedRows, weights: Weight, group_sizes: jax.A
 
 
 MATMULS = grouped_matmul, by_hopper, automatic
-"""The functions that `choose` returns for experts in fp8; `in_int8` is the one for int8."""
+"""The functions that `choose` returns for experts in fp8; for experts in int8 it returns `in_int8`."""
 
 
 def by_kernels(function: Any, rows: jax.Array | ArrivedRows, weights: Weight) -> bool:
@@ -201,6 +208,8 @@ def _multiply(
 
 
 def _quantized(dtype: str, rows: Any, arrived: BlockScaled | None) -> tuple[jax.Array, jax.Array]:
+    """Returns the values in `dtype` and the float32 scales that are multiplied: those of the rows that `arrived`, or
+    else those of `rows`, which are quantized here."""
     return quantize_arrays(rows, Wire(dtype)) if arrived is None else (arrived.values, arrived.scales)
 
 
@@ -302,8 +311,8 @@ def choose(dtype: Any, grouped: Any, experts: Any, layout: str, caller: str) -> 
 
     Args:
       dtype: None, "float8_e4m3fn" or "int8".
-      grouped: "auto", kernels where there are any; "ragged_dot", plain JAX; or "hopper", the kernels for Hopper GPUs,
-        which int8 has not.
+      grouped: "auto", kernels where this library has any for `dtype`; "ragged_dot", plain JAX; or "hopper", the kernels
+        for Hopper GPUs, which multiply fp8 alone. A function that this function returned stands for its name.
       experts: None; another value of `MoEConfig.experts` is refused.
       layout: "grouped"; the other one is refused.
       caller: the name of the argument `dtype`, for messages.
@@ -318,7 +327,7 @@ def choose(dtype: Any, grouped: Any, experts: Any, layout: str, caller: str) -> 
     in_fp8 = {"auto": automatic, "ragged_dot": grouped_matmul, "hopper": by_hopper}
     by_name = in_fp8 if dtype == DTYPE else {"auto": in_int8, "ragged_dot": in_int8}
     chosen = {function: name for name, function in in_fp8.items()} | {in_int8: "auto"}
-    grouped = chosen.get(grouped, grouped)  # a config that is made from another one has a function
+    grouped = chosen.get(grouped, grouped)  # `dataclasses.replace` passes on the function of the first config
     for name, value, unset in (
         ("grouped_matmul", grouped, tuple(by_name)),
         ("experts", experts, (None,)),

@@ -37,8 +37,8 @@ from xen_moe_jax.pallas_kernels.hopper.tiles import COLUMN_ALIGNMENT, HEIGHTS, R
 DTYPES = ("bfloat16", "float16")
 COMPUTE_CAPABILITY = "9.0"
 PREFERRED = (Tiles(), Tiles(n=192), Tiles(n=128, stages=6))
-"""Tiles by their widths. The times of twelve are in benchmarks/results/grouped_matmul_h200.json. Pairs of blocks that
-share their loads, which an earlier version had, were faster for one alone of the matmuls in docs/lab/layers.md."""
+"""Tiles by their widths. The times of twelve are in benchmarks/results/grouped_matmul_h200.json. No tiles are for pairs
+of blocks that share their loads: such pairs gain time in one alone of the matmuls in docs/lab/layers.md."""
 COSTS = {256: 1.0, 192: 1.02, 128: 1.06}
 """Relative time of a column in tiles of each width: narrower tiles load more for each multiplication."""
 GATED = Tiles()

@@ -120,7 +120,7 @@ def grouped_experts(
     Rows past the last group come out unspecified; `combine` does not read them, and no gradient here does.
 
     Args:
-      x: floating point, or `ArrivedRows` for experts in fp8.
+      x: floating point, or `ArrivedRows` for experts in fp8 or int8.
       group_sizes: int32 `[L]`.
       weights: `gate` and `up [L, H, F]`, `down [L, F, H]` by name, and biases where the function has biases.
       row_weights: float32 `[C]`, factors in front of the last matmul, or None.

@@ -150,9 +150,10 @@ def _composed(config: MoEConfig, weights: Any, tokens: Chunk, members: Members) 
 
 def _quantized_once(config: MoEConfig, weights: Any) -> Any:
     """Returns the weights of experts in fp8 with codes by which all chunks multiply, and other weights as they are.
+    Weights of experts in int8 are among the others: each chunk quantizes them anew.
 
-    With `remat` it is not called, and each chunk quantizes the weights anew: codes that are kept for the backward pass
-    are as large as the weights in bfloat16."""
+    With `remat` this function is not called, and each chunk quantizes the weights in fp8 anew, too: codes that are kept
+    for the backward pass are as large as the weights in bfloat16."""
     if config.expert_dtype != float8.DTYPE:
         return weights
     matrices = not_quantized(weights)

@@ -149,8 +149,8 @@ class MoE(nnx.Module):
           A `Float8Weight` by name for each weight of the experts that is not quantized yet.
 
         Raises:
-          ValueError: `MoEConfig.expert_dtype` is None; the ranks of `tensor_axis` cut blocks of 128 x 128; or
-            `compute_dtype` is not `MoEConfig.dtype`.
+          ValueError: `MoEConfig.expert_dtype` is not "float8_e4m3fn"; the ranks of `tensor_axis` cut blocks of
+            128 x 128; or `compute_dtype` is not `MoEConfig.dtype`.
         """
         weights = {name: getattr(self, name).get_value() for name in self.weight_names}
         return quantized_weights(self.config, self.mesh, weights, compute_dtype)

@@ -46,8 +46,9 @@ class ExpertFields(ExpertFunction):
       grouped_matmul: "auto" (the fastest one installed), "ragged_dot", "tokamax", "hopper", or a callable
         `(rows [C, A], weights [L, A, B], group_sizes [L]) -> [C, B]` (see `xen_moe_jax.experts.grouped_matmul`).
       expert_dtype: None, "float8_e4m3fn" or "int8": rows, weights and cotangents are quantized in front of each matmul
-        of the experts (`xen_moe_jax.experts.float8` has every rounding), fp8 by kernels on a Hopper GPU with a bfloat16
-        or float16 `dtype`. Elsewhere, and with `grouped_matmul="ragged_dot"`, plain JAX multiplies, slowly.
+        of the experts (`xen_moe_jax.experts.float8` has every rounding). Kernels multiply fp8 on a Hopper GPU with a
+        bfloat16 or float16 `dtype`. Elsewhere, with `grouped_matmul="ragged_dot"`, and in int8, plain JAX multiplies,
+        slowly.
       dtype: dtype of the computation; None is that of the input. The router always computes in float32.
       param_dtype: dtype of the parameters. The router's are always float32.
     """
