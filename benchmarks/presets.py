@@ -14,8 +14,8 @@ _WHOLE = "--tokens 4096 --hidden 4096 --experts 64 --top-k 8 --width 1536 --capa
 class Preset:
     """The arguments of a mode, in the words of a shell.
 
-    cpu: for virtual CPU devices, a run of seconds.
-    gpu: for every GPU of the host; None where the mode says nothing about GPUs.
+    cpu: arguments of a run on virtual CPU devices, which takes seconds.
+    gpu: arguments of a run on every GPU of the host; None for a mode without figures of GPUs.
     writes: whether the mode takes `--json FILE`.
     """
 

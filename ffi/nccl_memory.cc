@@ -75,7 +75,7 @@ class Nccl {
     void* memory = nullptr;
     const int rc = Loaded().MemAlloc(&memory, bytes);
     if (rc != kNcclSuccess) {
-      // NCCL's code is the same for every failed call of CUDA; its text tells lack of memory from other reasons.
+      // NCCL returns the same code for every failed call of CUDA. Its text says whether memory is lacking.
       reason = Text(rc, "ncclMemAlloc");
       if (reason.find("out of memory") != std::string::npos) {
         reason += ". JAX preallocates most of the GPU's memory: lower XLA_CLIENT_MEM_FRACTION, or num_tokens or hidden";

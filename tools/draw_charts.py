@@ -3,10 +3,10 @@
     python tools/draw_charts.py   write operations_h200x4.png, small_batches_h200x4.png and quantized_experts.png, all
                                   in docs/images
 
-A bar is the median time of an operation on the slowest rank: this library's, and that of the fastest way with JAX's own
-collectives, each at its best settings (the mode jax-best of the benchmarks). The line in a bar is the time that a bare
-push of the same rows takes on the same machine. In the last chart a bar is the time in bfloat16 over that in fp8 or
-MXFP4.
+In the charts of operations a bar is the median time of an operation on the slowest rank: this library's, and that of
+the fastest way with JAX's own collectives, each at its best settings (the mode jax-best of the benchmarks). The line in
+a bar is the time that a bare push of the same rows takes on the same machine. In the chart of quantized experts a bar
+is the time in bfloat16 divided by the time in fp8 or MXFP4, and the line in it is the goal.
 """
 
 from __future__ import annotations
@@ -104,10 +104,12 @@ BY_FORMAT = {
         (1, "layer, gradients, bf16"), {"fp8": "layer, gradients, quantized once, after"}, 1.3, None,
     ),
 }  # fmt: skip
-"""Line -> place and name of the time in bfloat16, names of the others, and the goals for fp8 and MXFP4."""
+"""By the label of a line: the index and the name of the time in bfloat16 in the rows of `ROUND`, the name of the time
+in each other format, and the goals for fp8 and for MXFP4."""
 
 
 def draw_formats(name: str) -> None:
+    """Draws the chart `name` of quantized experts from the round `ROUND` of gpu_checks.json."""
     rows = json.loads((RESULTS / "gpu_checks.json").read_text())["rounds"][ROUND]["rows"]
     kernels = "decode, 64 rows an expert and 8", "benchmarks/layers/float8_shapes.py"
     times = {key: us for row in rows if row["command"].startswith(kernels) for key, us in row["us"].items()}

@@ -32,7 +32,7 @@ def tests(path: str, *chosen: str, small: str = "") -> Any:
         if context.small and not small:
             return [[*PYTEST, "--collect-only", "-q", f"tests/gpu/{path}"]]
         wanted = (small,) if context.small else chosen
-        command = [*PYTEST, "-o", "faulthandler_timeout=200", f"tests/gpu/{path}"]  # where a test hangs is in the log
+        command = [*PYTEST, "-o", "faulthandler_timeout=200", f"tests/gpu/{path}"]  # the log gets the stack of a hang
         return [[*command, *(["-k", words] if words else [])] for words in wanted]
 
     return commands
@@ -64,7 +64,7 @@ def link(context: Any) -> Commands:
 def native_programs(context: Any) -> Commands:
     """Compiles the kernels for Hopper GPUs, and then the programs of `NATIVE` side by side."""
     kernels = context.scratch / "kernels"
-    lines = [f"cd '{ROOT}'; JOBS=32 nice tools/build_kernels.sh '{kernels}' {TARGET}"]  # tests beside it have limits
+    lines = [f"cd '{ROOT}'; JOBS=32 nice tools/build_kernels.sh '{kernels}' {TARGET}"]  # beside tests with limits
     objects = f"'{kernels}'/*.o"
     lines += [f"{compiled(context, name, sources, objects)} & made+=($!)" for name, sources in NATIVE.items()]
     return [["bash", "-ec", "\n".join([*lines, 'for one in "${made[@]}"; do wait "$one"; done'])]]
@@ -159,8 +159,8 @@ def train(context: Any) -> Commands:
 
 
 def decode_step(context: Any) -> Commands:
-    """Ten thousand replays of a decode step of each batch size, beside JAX's ways. Sixteen layers are enough: a step of
-    sixty takes 19 ms."""
+    """Ten thousand replays of a decode step of each batch size, beside JAX's ways. The step has sixteen layers: with
+    sixty, as a whole model has, it takes 19 ms, and the replays would take minutes."""
     command = python("benchmarks", "decode-step", "--platform", "gpu", "--hidden", "7168", "--experts", "128")
     command += ["--top-k", "8", "--lock", context.lock, "--json", str(context.out / "decode_step.json")]
     if context.small:
@@ -189,7 +189,7 @@ NODES = (
 
 
 def node_processes(context: Any) -> Commands:
-    """One process for each rank, with NCCL between virtual nodes."""
+    """One process for each rank, with NCCL between virtual nodes, but for the tests of `killed_node_processes`."""
     if context.gpus < 4:
         return tests("test_node_processes.py", small="2x1 and start_and_done and throughput")(context)
     layouts, modes = ("2x2", "4x1"), ("throughput", "low_latency")
@@ -199,7 +199,8 @@ def node_processes(context: Any) -> Commands:
 
 
 def killed_node_processes(context: Any) -> Commands:
-    """Alone: beside a job that killed a process, five others could not register a window of NCCL within 30 s."""
+    """Processes of nodes that are stopped and killed. No other job runs beside them: beside a job that had killed a
+    process, five jobs could not register a window of NCCL within 30 s."""
     return tests("test_node_processes.py", "server or (2x2 or 4x1) and stopped", small="2x1 and stopped")(context)
 
 

@@ -2,8 +2,9 @@
 # run_tests.sh PYTHON MARKS [PYTEST_ARGUMENT ...]: the selected tests, those marked `optimized` in processes of their own.
 # XLA reads its flags once: where all programs are compiled the quick way, tests/support/quick_compiler.py halves the
 # time. So are the kernels on host threads: each of their programs keeps all cores busy, and tests of JAX beside one
-# take twice as long. Unless an argument names places, these two parts collect only the files that have such tests, as
-# conftest.py holds them to: every process that collects the whole suite takes six seconds for it.
+# take twice as long. To collect the whole suite takes a process six seconds. So these two parts collect only the files
+# that have such tests, unless an argument names a file or a folder. tests/conftest.py refuses a file whose `optimized`
+# tests this script would not find.
 set -u
 python=$1 marks=$2
 shift 2

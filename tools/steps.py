@@ -28,8 +28,9 @@ class Step:
       together: True if the commands run side by side, each of them to its end; False if they run one after another, and
         a failed one is the last.
       turn: when `side_by_side` runs the step: "first", before all others; "shared", beside other steps that share;
-        "alone", while no such step runs and no timing measures; "early" and "own", beside all of these, with commands
-        that take turns by themselves (--lock), where those of "own" start when all of "early" have ended.
+        "alone", while no step of "shared" runs and no timing measures; "early" and "own", beside all of these, with
+        commands that take turns by themselves (--lock). Steps of "alone" and "own" start once all steps of "early" have
+        ended.
     """
 
     name: str
@@ -139,11 +140,11 @@ def turn(path: str, kind: str) -> Iterator[None]:
 def side_by_side(steps: list[Step], seconds: float, run: Callable[[Step, float], None], lock: str) -> None:
     """Calls `run(step, limit in seconds)` for each step: first those whose turn is "first", then the others in threads.
 
-    Steps whose turn is not "shared" start up to `STAGGER` later than those that share: programs that see all GPUs and
-    start at the same time wait for one another in the driver. XLA times candidates for the matmuls of a program while
-    it compiles it, which disturbs a measurement beside it: programs with such matmuls do not belong in an "early" step.
-    `lock` is the file of `turn`; a limit ends with the
-    step's own `seconds` or with those of the whole call, whichever is less.
+    Steps whose turn is "early" start up to `STAGGER` later than those that share: programs that see all GPUs and start
+    at the same time wait for one another in the driver. Steps whose turn is "alone" or "own" start when those of
+    "early" have ended. While XLA compiles a program with matmuls of its own, it times candidates for them on the GPU,
+    which disturbs a measurement beside it: such programs belong in a step of "own", and not in one of "early". `lock`
+    is the file of `turn`. A step has its own `seconds`, or what is left of those of the whole call where that is less.
     """
     began = time.monotonic()
     shared = [step for step in steps if step.turn == "shared"]

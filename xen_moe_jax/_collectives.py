@@ -150,7 +150,7 @@ def all_gather(
             return jax.lax.all_gather(x, axis_name, axis_index_groups=axis_index_groups, axis=axis, tiled=tiled, to=to)
     names, sizes = _validate.axes(axis_name, caller, most=8)
     groups = _validate.index_groups(axis_index_groups, sizes, caller)
-    if groups is None and len(sizes) <= 2:  # as for a dispatch, by which the CUDA backend gathers between nodes
+    if groups is None and len(sizes) <= 2:  # between nodes the CUDA backend gathers by a dispatch, with one or two axes
         config = backends.with_nodes(sizes, config)
 
     def one(leaf: Any) -> jax.Array:

@@ -81,11 +81,15 @@ class KernelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RowsInHalves(KernelConfig):
-    """Tuning of a combine whose bfloat16 rows a kernel for TPUs has made in halves (`experts.on_tpu.in_halves`)."""
+    """Tuning of dispatch and combine around experts whose bfloat16 rows come from `experts.on_tpu.product_in_halves`.
+
+    On a TPU whose generation makes rows in halves, the rows `[C, H]` lie in memory as `[2 C, H / 2]`, and the combine
+    reads them so. Values do not depend on it.
+    """
 
     @classmethod
     def of(cls, config: KernelConfig | None) -> RowsInHalves:
-        """Returns a config with the same fields."""
+        """Returns a config with the fields of `config`; None is `DEFAULT_CONFIG`."""
         config = config or DEFAULT_CONFIG
         return cls(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
 

@@ -35,8 +35,9 @@ class Links:
 
     Attributes:
       fast, fast_small: bandwidth inside a node, for large batches and for batches up to `SMALL_BATCH` tokens a rank.
-        The defaults are slopes of measured time over bytes on H200s over NVLink: bfloat16 on four GPUs for large
-        batches, every dtype of 32 and 128 tokens on four GPUs and of 128 on two for small ones.
+        The defaults are slopes of measured time over bytes on H200s over NVLink. Those for large batches are of
+        bfloat16 on four GPUs. Those for small batches are of every dtype, with 32 and 128 tokens a rank on four GPUs
+        and with 128 on two.
       fixed, fixed_small: seconds that an operation takes beside its bytes, for (dispatch, combine). The defaults are
         the intercepts of the same lines.
       memory: rate at which a rank places the rows of a dispatch or adds up the rows of a combine, a row's bytes counted

@@ -288,6 +288,7 @@ def between_ranks(
       source: int32 `[R, S_new]`, as `sources` returns it.
       active: bool `[R]`, or `_active.EVERY_RANK`.
       axis_name: mesh axes over which the ranks are numbered.
+      config: tuning; None is `DEFAULT_CONFIG`. Where it says nothing of nodes, the primitive gets those of the job.
       pending: for `move_done_p`, the result of the start.
       old_slots, new_slots: `S_old` and `S_new`.
     """

@@ -4,16 +4,16 @@
     python benchmarks/layers/group_step.py --ranks 2 --gpus 2 [--json FILE]
     JAX_PLATFORMS=cpu python benchmarks/layers/group_step.py --ranks 2 --host
 
-Each line has a size of the decoder and microseconds a step on rank 0, medians of `STEPS` steps. The loops of a
-process take turns after every step, each first as often as last, so that a machine which slows down slows all of
-them: "job" is a job with experts at home; "job, placed" has the placement; "job, masked" has `active` in addition, as
-operations in a group must; "group, bare" is a group's program without the two calls that a loop in a group adds; and
-"group" has these calls, `boundary` and `check`, around every step, as the server has. In both loops of a group a
-thread looks after the members. A step ends when its tokens are on the host. "boundary and check" is the time of the
-two calls alone, in the loop "group", where caches are cold. `cost` is one plus the median of the difference of
-"group" and "group, bare" in a turn, divided by the median of "group, bare"; `calls` is "boundary and check" divided
-by "group, bare". In the job the exchange is that of one process per GPU (NVSHMEM); in the group it is CUDA IPC
-memory.
+Each line has a size of the decoder and microseconds a step on rank 0, medians of `STEPS` steps in each of `--rounds`
+rounds. The loops of a process take turns: in a turn every loop runs one step, and each loop is first as often as last,
+so that a machine that slows down slows all loops. "job" is a job with experts at home; "job, placed" has the
+placement; "job, masked" has `active` in addition, as operations in a group must; "group, bare" is a group's program
+without the two calls that a loop in a group adds; and "group" has these calls, `boundary` and `check`, around every
+step, as the server has. In both loops of a group a thread looks after the members. A step ends when its tokens are on
+the host. "boundary and check" is the time of the two calls alone, in the loop "group", where caches are cold. `cost`
+is `1 + d / b`, where `d` is the median over the turns of the time of "group" less that of "group, bare", and `b` is
+the median of "group, bare"; `calls` is "boundary and check" divided by `b`. In the job the exchange is that of one
+process per GPU (NVSHMEM); in the group it is CUDA IPC memory.
 """
 
 from __future__ import annotations
@@ -79,7 +79,12 @@ def weights(serve: Any) -> tuple[Any, Any]:
 
 
 def times_of(steps: dict[str, Any], states: dict[str, Any]) -> dict[str, list[float]]:
-    """Returns the microseconds of each step of each loop. The first `WARM_STEPS` are dropped."""
+    """Runs the loops in turns. Returns by loop the microseconds of `STEPS` steps, which `WARM_STEPS` others precede.
+
+    Args:
+      steps: by the name of a loop, the function of one step, which takes a state and returns the next one.
+      states: by the name of a loop, its first state; holds the last one afterwards.
+    """
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(WARM_STEPS + STEPS):
         for name in [*steps][:: 1 if turn % 2 else -1]:

@@ -197,7 +197,8 @@ def write_json(path: str, document: dict[str, Any]) -> None:
 
 
 def add_json(path: str | pathlib.Path, document: dict[str, Any]) -> None:
-    """Writes the document into a JSON file, in which the keys that only other programs write stay."""
+    """Writes the keys of `document` into a JSON file, which may exist. Keys of the file that `document` lacks stay:
+    several programs share one file."""
     target = pathlib.Path(path)
     write_json(str(path), (json.loads(target.read_text()) if target.exists() else {}) | document)
 

@@ -1,5 +1,5 @@
 // Times dispatch and combine of small batches alone, without JAX: one process, all GPUs, chains of launches in one CUDA
-// graph per GPU, random routing and rows, slowest GPU. Compares low-latency kernels and throughput kernels.
+// graph per GPU, random routing and rows, slowest GPU. Compares the low-latency kernels with the throughput kernels.
 //   target=-gencode=arch=compute_90a,code=sm_90a
 //   tools/build_kernels.sh build/dv $target && nvcc -std=c++17 -O3 $target -I. benchmarks/ops/decode_variants.cu
 //   build/dv/*.o -o dv

@@ -132,9 +132,12 @@ def test_one_that_is_stopped_for_too_long_is_left_out_and_spoils_nothing(ranks, 
 
 @pytest.mark.parametrize(("after", "most"), [(0.05, 2.0), (2.8, 1.2)], ids=["in a step", "in the agreement"])
 def test_a_kill_while_another_rank_is_stopped(ranks, after, most):
-    """The others wait for a stopped rank for 1.5 s from the kill on where they are in a step, in which the killed rank
-    has done its part. Where they agree, 1.5 s after the stop, the kill of a second stopped rank gives the first one no
-    further time."""
+    """A rank that is stopped holds up the others for one time limit of 1.5 s, although another rank is killed.
+
+    "in a step": the killed rank has sent its rows of the step, and the limit counts from the kill. "in the agreement":
+    two ranks are stopped. The others have given up the step after 1.5 s, and wait in the agreement for 1.3 s when one
+    of the stopped ranks is killed. The proposal that follows gives the other stopped rank no further time.
+    """
     start, words = ranks
     _, stopped, killed = [start(slot, 3, timeout_s=1.5) for slot in range(3)]
     until(lambda: min(words[0], words[2], words[4]) > 3)

@@ -53,8 +53,8 @@ def run(network: str, ranks: int, per_node: int, *arguments: str, share: float =
 @pytest.mark.parametrize("mode", ["throughput", "low_latency"])
 @pytest.mark.parametrize("half", ["0", "1"])
 def test_every_case(network, ranks, per_node, mode, half):
-    """Bit for bit as the reference backend with the same nodes. Compiling all cases of the table takes 300 s where jobs
-    share the cores of a machine, so that a job has every other case."""
+    """Bit for bit as the reference backend with the same nodes. A job runs every other case of the table: to compile
+    all of them takes 300 s where several jobs share the cores of a machine."""
     run(network, ranks, per_node, "--cases", "all", "--half", half, "--mode", mode)
 
 

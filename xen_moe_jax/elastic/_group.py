@@ -403,7 +403,8 @@ class Group:
         return self._kernels.keys
 
     def _watch(self) -> None:
-        """Ends the waits of kernels for a member that has gone, and in a step that the other members have given up."""
+        """Ends the waits of kernels for a member that has gone, and all waits of kernels in a step that the other
+        members have given up or that goes on for too long after a death (`Membership.waits_in_vain`)."""
         told: set[tuple[int, int]] = set()
         while not self._stopped.wait(WATCH_S):
             with self._changing:
@@ -447,7 +448,8 @@ class Group:
         """Checks a wait of an exchange for `member`, which has lasted for `waited_s` seconds.
 
         Raises:
-          GaveUp: the wait must end.
+          GaveUp: the wait must end: `member` has gone, the other members have given up the step, the wait has lasted
+            for an eighth of the time limit while another member has gone, or it has lasted for the whole time limit.
         """
         if self._membership.gone(member):
             raise GaveUp(f"the process of rank {member} has ended")

@@ -110,7 +110,7 @@ class Membership:
         self.members: tuple[int, ...] = (self.slot,)
         self.memory: Memory | None = None
         self._newer = 0, 0.0  # the newest proposal that `interrupted` has found, and when
-        self._gone_at: float | None = None  # when this process first found that a member of this view has ended
+        self._gone_at: float | None = None  # when `gone` first was True of a member of this view; None: of no member
 
     def _claim(self, slot: int | None) -> tuple[int, str]:
         """Takes a slot that no living process has; returns it and the identity of this claim. A dead member's slot
@@ -186,16 +186,20 @@ class Membership:
         return False
 
     def gone(self, slot: int) -> bool:
-        """Returns True if the member in this slot has ended, or has left the group."""
+        """Returns True if the member in this slot has ended, or has left the group. Notes when this is found for the
+        first time in a view."""
         away = self._away(slot, self._identities[slot])
         if away and self._gone_at is None:
             self._gone_at = time.monotonic()
         return away
 
     def waits_in_vain(self) -> bool:
-        """Returns True if the step cannot end because of members that have ended, although they are not awaited: an
-        eighth of the time limit has gone by since this process has found the first of them. Another member, which is
-        stopped or slow, then holds up the step, and the agreement on the members need not wait for that."""
+        """Returns True if this process found more than an eighth of the time limit ago that a member has ended.
+
+        A member that has ended may have sent all of its rows before. Then no member waits for it in this step, which
+        another member may hold up because it is stopped or slow. The next step cannot end without the member that has
+        ended, so the members agree on the next view, and do not wait for the end of this step.
+        """
         return self._gone_at is not None and time.monotonic() - self._gone_at > self._timeout_s / 8
 
     def _away(self, slot: str | int, identity: str) -> bool:
@@ -364,9 +368,9 @@ class Membership:
           Evicted: the newest proposal does not name this process.
         """
         before = dict(self._identities) if old else {}
-        limits: dict[str, float] = {}  # of members that have arrived at no proposal yet: until when they are awaited
+        limits: dict[str, float] = {}  # by identity of a member that has not arrived yet: when it is left out
         now, limit = time.monotonic(), None
-        if self._gone_at is not None:  # the others have been awaited since then, but may be late by half of the limit
+        if self._gone_at is not None:  # the time counts from the first death, and half of it remains from here on
             limit = max(self._gone_at + self._timeout_s, now + self._timeout_s / 2)
         while True:
             with self._board.locked():
@@ -450,9 +454,10 @@ class Membership:
         """Waits for the files that the members write in a stage, "arrived" or "adopted", of proposal `number`. Returns
         their values by slot; None where there is a newer proposal.
 
-        `limits`: by identity, when a member that has not come is left out; a member that it does not name has the whole
-        time limit. A member that has come is removed. So no number of further proposals makes the others wait longer
-        for a member that is stopped.
+        `limits`: by identity of a member, the time by `time.monotonic` at which a proposal leaves the member out unless
+        it has come. A member without an entry has the whole time limit, from this call on. The entry of a member that
+        comes is removed. The other entries hold for further proposals, too: however many proposals follow, a member
+        that is stopped is awaited for one time limit in all.
         """
         late = time.monotonic() + self._timeout_s
         arrived: dict[int, Any] = {}

@@ -192,7 +192,7 @@ def own_combine(
     combine: Callable[..., Any] = xm.combine,
 ) -> Program:
     """Returns a program of combine alone, weighted where the layout allows, of rows that a dispatch of the first
-    routing brings. `combine` may be another function that takes the arguments of `xm.combine`."""
+    routing brings. `combine`: a function that takes the arguments of `xm.combine`."""
     # the expert outputs are in the compute dtype, independent of the tokens' wire
     arguments = dispatch_arguments(work, caps, config) | {"wire": None}
 

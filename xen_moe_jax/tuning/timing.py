@@ -84,13 +84,18 @@ def compile_only(
     around: AbstractContextManager = contextlib.nullcontext(),  # noqa: B008  it holds nothing
     kept: list[Any] | None = None,
 ) -> Callable[[], Timed]:
-    """Compiles the loop and, `with_memory`, a single call, which threads may do side by side. The function that is
-    returned prepares the operands, which runs collectives: every process must prepare one program after the other, in
-    the same order.
+    """Compiles the timed loop of a program. Several threads may compile programs side by side.
 
     Args:
+      inner: calls in the loop, divided by `program.relative_cost`.
+      unroll: calls in one turn of the loop.
+      with_memory: whether to compile a single call, too, for `Timed.memory`, which is empty otherwise.
       around: entered while the loop is traced and compiled.
       kept: gets the compiled loop.
+
+    Returns:
+      A function that prepares the operands and returns the `Timed` program. It runs collectives: every process must
+      call these functions of several programs one after another, in the same order.
     """
     mesh, inputs = problem.mesh, problem.inputs
     inner = max(1, inner // program.relative_cost)

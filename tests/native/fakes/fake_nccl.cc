@@ -6,7 +6,7 @@
 // Tests set its behaviour through fake_nccl_set, in the process that has loaded it:
 //   version       result of ncclGetVersion; also FAKE_NCCL_VERSION in the environment
 //   fail_alloc    number of calls of ncclMemAlloc before one fails; -1: none
-//   full          such a call fails for lack of memory; 0: for another reason
+//   full          1: a call that `fail_alloc` lets fail has run out of memory; 0: it fails for another reason
 //   stall         a window is not begun until this is 0 again
 //   deaf          deaths and aborts of processes are not noticed
 //   no_windows    the GPUs have no peer access: a window ends well and is null
