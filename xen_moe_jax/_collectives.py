@@ -4,6 +4,7 @@ library's backends."""
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,7 @@ def all_to_all(
         return _inside_vmap(x, axis_name, split_axis, concat_axis, axis_index_groups, tiled)
     names, sizes = _validate.axes(axis_name, caller, most=8)
     groups = _validate.index_groups(axis_index_groups, sizes, caller)
+    config = backends.with_nodes((math.prod(sizes),), config)
 
     def one(leaf: Any) -> jax.Array:
         leaf = jnp.asarray(leaf)
@@ -150,8 +152,9 @@ def all_gather(
             return jax.lax.all_gather(x, axis_name, axis_index_groups=axis_index_groups, axis=axis, tiled=tiled, to=to)
     names, sizes = _validate.axes(axis_name, caller, most=8)
     groups = _validate.index_groups(axis_index_groups, sizes, caller)
-    if groups is None and len(sizes) <= 2:  # between nodes the CUDA backend gathers by a dispatch, with one or two axes
-        config = backends.with_nodes(sizes, config)
+    # a dispatch, by which the CUDA backend gathers between nodes, has one axis, or a slow and a fast one
+    by_dispatch = groups is None and len(sizes) <= 2
+    config = backends.with_nodes(sizes if by_dispatch else (math.prod(sizes),), config)
 
     def one(leaf: Any) -> jax.Array:
         leaf = jnp.asarray(leaf)
@@ -220,6 +223,7 @@ def ragged_all_to_all(
         )
     names, sizes = _validate.axes(axis_name, caller, most=8)
     groups = _validate.index_groups(axis_index_groups, sizes, caller)
+    config = backends.with_nodes((math.prod(sizes),), config)
     operand, output = jnp.asarray(operand), jnp.asarray(output)
     if operand.ndim == 0 or operand.shape[1:] != output.shape[1:] or operand.dtype != output.dtype:
         raise ValueError(

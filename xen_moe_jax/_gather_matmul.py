@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
-from xen_moe_jax import _mesh, _shapes, _validate
+from xen_moe_jax import _mesh, _shapes, _validate, backends
 from xen_moe_jax._collective_primitives import all_gather_p
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._jax_internals import varying_axes
@@ -52,6 +52,7 @@ def all_gather_matmul(x: jax.Array, w: jax.Array, axis_name: Any, *, config: Ker
     if _mesh.vmapped(axis_name):
         return jnp.matmul(lax.all_gather(x, axis_name, tiled=True), w)
     names, sizes = _validate.axes(axis_name, caller, most=8)
+    config = backends.with_nodes(sizes if len(sizes) <= 2 else (math.prod(sizes),), config)  # as an all_gather does
     x, w = _mesh.vary_over([x, w], names)
     if x.size == 0 or w.size == 0:  # XLA refuses to gather along an empty dimension
         shape = (math.prod(sizes) * x.shape[0], *x.shape[1:-1], w.shape[1])

@@ -21,6 +21,12 @@ def several(num_ranks: int, config: KernelConfig) -> bool:
     return config.ranks_per_node is not None and config.ranks_per_node < num_ranks
 
 
+def divide_a_group(groups: tuple[tuple[int, ...], ...], config: KernelConfig) -> bool:
+    """Returns True if `config` says that one of these groups of ranks has ranks of several nodes."""
+    per_node = config.ranks_per_node
+    return per_node is not None and any(len({rank // per_node for rank in group}) > 1 for group in groups)
+
+
 def check(spec: Spec, config: KernelConfig, caller: str) -> None:
     """Raises ValueError if `config.ranks_per_node` does not divide these ranks into nodes."""
     given = config.ranks_per_node

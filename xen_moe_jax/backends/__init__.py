@@ -75,10 +75,8 @@ def load(name: str) -> Backend:
 
 
 def with_nodes(axis_sizes: tuple[int, ...], config: KernelConfig) -> KernelConfig:
-    """Returns `config`; where its `ranks_per_node` is None, with the number that the backend finds (`ranks_per_node`).
-
-    `axis_sizes`: sizes of the mesh axes of the operation, one, or slow and fast.
-    """
+    """Returns `config`, with the backend's own `ranks_per_node` for axes of these sizes where it has none. On a single
+    axis it is the number that the backend finds; so an operation that knows no slow axis gives the sizes' product."""
     if config.ranks_per_node is not None:
         return config
     found = ranks_per_node(axis_sizes, config.backend)
@@ -88,9 +86,7 @@ def with_nodes(axis_sizes: tuple[int, ...], config: KernelConfig) -> KernelConfi
 def ranks_per_node(axis_sizes: tuple[int, ...], backend: str | None) -> int | None:
     """Number of consecutive ranks of these axes (one, or slow and fast) that share a fast link; None if all of them do.
 
-    The CUDA backend asks the processes of the job for it, so all of them must make the first call. On two axes the
-    result is the size of the fast one. It is None without `jax.distributed.initialize()`, and on platforms other than
-    GPUs.
+    The backend of this job finds it out between its processes. On two axes it is the size of the fast one.
     """
     if backend not in (None, "cuda") or _jax_internals.key_value_client() is None:
         return None  # without a coordination service no axis spans processes

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from xen_moe_jax import backends
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends import load
@@ -384,8 +385,11 @@ def test_which_kernels_gather():
     assert gather((6, 3), nodes_of(2), jnp.bool_)[0] == "xen_moe_dispatch"
     with pytest.raises(ValueError, match="all_gather of complex64 between nodes"):
         gather((6, 3), nodes_of(2), jnp.complex64)
-    with pytest.raises(ValueError, match=r"groups of 2 ranks with KernelConfig.ranks_per_node=1"):
+    with pytest.raises(ValueError, match=r"groups .*of 2 ranks with KernelConfig.ranks_per_node=1"):
         gather((6, 3), nodes_of(1), axis_index_groups=[[0, 1], [2, 3]])
+    assert gather((6, 3), nodes_of(2), axis_index_groups=[[0, 1], [2, 3]])[0] == "xen_moe_exchange"
+    with pytest.raises(ValueError, match=r"groups .*of 2 ranks with KernelConfig.ranks_per_node=2.*share a node"):
+        gather((6, 3), nodes_of(2), axis_index_groups=[[0, 2], [1, 3]])
 
 
 def test_when_rows_are_multiplied_rank_by_rank():
@@ -409,6 +413,26 @@ def test_when_rows_are_multiplied_rank_by_rank():
     assert calls(128, 7168, xm.KernelConfig(mode="throughput"))[0] == "xen_moe_gather_matmul"
     assert calls(4096, 7168, dtype=jnp.float32)[0] == "xen_moe_exchange"
     assert calls(4096, 7168, nodes_of(2))[0] == "xen_moe_dispatch"
+
+
+def test_nodes_that_the_backend_finds_count_as_given_ones(monkeypatch):
+    """In a job on several nodes, no kernel of a drop-in stores at another node by pointer."""
+    monkeypatch.setattr(backends, "ranks_per_node", lambda sizes, backend: 2)
+    config, rows = xm.KernelConfig(mode="throughput"), jnp.zeros((512, 256), jnp.bfloat16)
+
+    def gathered(x, *_):
+        out, pull = jax.vjp(lambda w: xm.all_gather_matmul(rows, w, "ep", config=config), x)
+        return pull(out)[0]
+
+    names = [name for name, _ in calls_in(lowered_for_nodes(gathered, tokens=256))]
+    assert names == 2 * ["xen_moe_dispatch"], names
+    at = jnp.arange(4, dtype=jnp.int32)
+    for name, call in (
+        ("all_to_all", lambda x, *_: xm.all_to_all(x, "ep", 0, 0, tiled=True)),
+        ("ragged_all_to_all", lambda x, *_: xm.ragged_all_to_all(x, x, at, at, at, at, axis_name="ep")),
+    ):
+        with pytest.raises(ValueError, match=rf"{name}.* of 4 ranks with KernelConfig.ranks_per_node=2, .* found"):
+            lowered_for_nodes(call)
 
 
 def test_what_does_not_cross_between_nodes_is_refused():

@@ -38,20 +38,30 @@ ROUND_BYTES = 480
 """Bytes that a warp of the low-latency kernels moves at once (cuda_kernels/low_latency/ll128_plan.h)."""
 
 
-def attributes(config: KernelConfig, sms: int, ranks: int, pair_bytes: int, dtype: Any, **units: int) -> dict[str, int]:
+def attributes(
+    config: KernelConfig,
+    sms: int,
+    ranks: int,
+    pair_bytes: int,
+    dtype: Any,
+    groups: tuple[tuple[int, ...], ...] | None = None,
+    **units: int,
+) -> dict[str, int]:
     """Returns the integer attributes of an exchange, as ffi/operation.cc decodes them.
 
     `sms`: SMs of a GPU of the mesh. `pair_bytes`: bytes of the largest message between two ranks. `dtype`: the dtype of
-    the elements, whose NaN fills a failed result. `units`: attributes that the operation adds or sets.
+    the elements, whose NaN fills a failed result. `groups`: the ranks that exchange with each other, or None for all.
+    `units`: attributes that the operation adds or sets.
 
     Raises:
       ValueError: the ranks are on several nodes, or there are more than the kernels take.
     """
-    if _nodes.several(ranks, config):
+    if _nodes.several(ranks, config) if groups is None else _nodes.divide_a_group(groups, config):
         raise ValueError(
-            f"all_to_all, ragged_all_to_all or all_gather in groups of {ranks} ranks with KernelConfig.ranks_per_node="
-            f"{config.ranks_per_node}: the CUDA backend's exchange stores at every rank by pointer: leave "
-            "ranks_per_node out where all ranks share NVLink, or use KernelConfig(backend='reference'), which is XLA's"
+            "all_to_all, ragged_all_to_all, or all_gather in groups or over three axes or more, of "
+            f"{ranks} ranks with KernelConfig.ranks_per_node={config.ranks_per_node}, given or found: the CUDA "
+            "backend's exchange stores at every rank by pointer: give groups whose ranks share a node, or use "
+            "KernelConfig(backend='reference'), which is XLA's"
         )
     most = module.compiled().max_ranks
     if ranks > most:
@@ -94,6 +104,7 @@ def all_to_all(exchange: Exchange, x: jax.Array) -> jax.Array:
         ranks,
         unit_bytes,
         x.dtype,
+        exchange.axis_index_groups,
         unit_bytes=unit_bytes,
         operand_units=ranks,
         output_units=ranks,
@@ -124,6 +135,7 @@ def ragged_all_to_all(exchange: Exchange, operand: jax.Array, output: jax.Array,
         ranks,
         unit_bytes * operand.shape[0],
         operand.dtype,
+        exchange.axis_index_groups,
         unit_bytes=unit_bytes,
         operand_units=operand.shape[0],
         output_units=output.shape[0],
@@ -227,7 +239,8 @@ def all_gather(exchange: Exchange, x: jax.Array) -> jax.Array:
     ranks = _mesh.group_size(exchange.axis_sizes, exchange.axis_index_groups)
 
     def gather(x: jax.Array) -> jax.Array:
-        several = _nodes.several(ranks, exchange.config) and exchange.axis_index_groups is None
+        by_dispatch = exchange.axis_index_groups is None and len(exchange.axis_sizes) <= 2
+        several = by_dispatch and _nodes.several(ranks, exchange.config)
         return _between_nodes(exchange, x) if several else _within_node(exchange, x, ranks)
 
     parts = gather(x) if exchange.wire is None else gathered.through_wire(gather, x, exchange.wire)
@@ -253,6 +266,7 @@ def _within_node(exchange: Exchange, x: jax.Array, ranks: int) -> jax.Array:
         ranks,
         size,
         x.dtype,
+        exchange.axis_index_groups,
         gather=1,
         unit_bytes=size // rows,
         operand_units=rows,
