@@ -89,9 +89,9 @@ class RowsInHalves(KernelConfig):
 
     @classmethod
     def of(cls, config: KernelConfig | None) -> RowsInHalves:
-        """Returns a config with the fields of `config`; None is `DEFAULT_CONFIG`."""
+        """Returns a config with the same fields; those that a subclass adds are left out."""
         config = config or DEFAULT_CONFIG
-        return cls(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+        return cls(**{field.name: getattr(config, field.name) for field in dataclasses.fields(KernelConfig)})
 
 
 def _is_interpret_params(value: Any) -> bool:

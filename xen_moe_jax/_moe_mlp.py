@@ -96,7 +96,7 @@ def moe_mlp(
         "activation", in front of `down`, rounded with it; "input", the token that goes into the expert, rounded once.
       experts: in place of the MLP: `experts(rows, group_sizes, weights) -> rows` with a dict of the weights (and of
         "gate_bias", ...), as `MoEConfig.experts`. Shapes of the weights are then its own matter. "float8_e4m3fn" or
-        "int8": the MLP with rows, weights and cotangents quantized in front of each matmul, as
+        "int8", or such a dtype: the MLP with rows, weights and cotangents quantized in front of each matmul, as
         `MoEConfig.expert_dtype`; rows that travelled in this dtype are multiplied as they arrived. Kernels multiply fp8
         on a Hopper GPU. Elsewhere, with `grouped_matmul="ragged_dot"`, and in int8, plain JAX multiplies, slowly.
       grouped_matmul: "auto" (the fastest one), "ragged_dot" (the only one with forward mode and second derivatives),
@@ -121,6 +121,8 @@ def moe_mlp(
     Raises:
       ValueError, TypeError: an argument is wrong, or the call is not inside `jax.shard_map` over `axis_name`.
     """
+    _validate.config(config, CALLER)
+    experts = float8.dtype_name(experts)
     if isinstance(experts, str):
         grouped_matmul, experts = float8.choose(experts, grouped_matmul, None, layout, f"{CALLER}: experts"), None
     function = ExpertFunction(
@@ -171,7 +173,8 @@ def moe_mlp(
             "gradient_wire": gradient_wire,
             "active": active,
         }
-        num_ranks = math.prod(_validate.axes(axis_name, CALLER, groups=True)[1])
+        axis_sizes = _validate.axes(axis_name, CALLER, groups=True)[1]
+        num_ranks = math.prod(axis_sizes)
         lends = balance == "exact" and slots_per_rank is None and num_ranks > 1 and by_hopper(function, values, weights)
         if lends:
             slots_per_rank = _exact.slots_at_home(num_experts, num_ranks)
@@ -187,7 +190,7 @@ def moe_mlp(
         arriving = float8.wire_of_rows(function, wire)
         if arriving is None:
             x, sending["wire"] = sent_as(function, x, wire)
-            if placement is balance is slots_per_rank is None and isinstance(axis_name, str):
+            if placement is balance is slots_per_rank is None and len(axis_sizes) == 1:
                 config = config_for_rows(function, values, weights, capacity, config)
             routed = dispatch(x, topk_idx, topk_weights, **routing, **sending, config=config)
         else:

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 import xen_moe_jax as xm
 from tests.support import oracle, plain_float8
 from tests.support.checks import assert_bits
-from xen_moe_jax.experts import float8
+from xen_moe_jax.experts import float8, hopper
 from xen_moe_jax.experts.arrived import ArrivedRows
 from xen_moe_jax.experts.float8 import grouped_matmul
+from xen_moe_jax.experts.grouped_matmul import warn_once
 
 SIZES = np.array([200, 0, 57, 3], np.int32)
 C, A, B = 270, 200, 144  # ten rows past the last group; neither width is a multiple of 128
@@ -114,6 +116,21 @@ def test_bits_where_sums_are_exact(dtype):
         ("product", "by rows", "by weights"), both(grouped_matmul, False), both(jax.lax.ragged_dot, True), strict=True
     ):
         assert_bits(ours, plain, name)
+
+
+def test_int8_has_no_kernels_on_a_hopper_gpu_and_says_so_once(monkeypatch):
+    monkeypatch.setattr(hopper, "on_hopper", lambda: True)
+    warn_once.cache_clear()
+    rows, weights, _ = map(jnp.asarray, operands())
+    matmuls = [float8.choose("int8", name, None, "grouped", "experts") for name in ("auto", "ragged_dot")]
+    with pytest.warns(UserWarning, match="experts in int8 .* plain JAX on GPUs, slowly: float8_e4m3fn has kernels"):
+        jax.eval_shape(matmuls[0], rows, weights, jnp.asarray(SIZES))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for matmul in matmuls:  # said already
+            jax.eval_shape(matmul, rows, weights, jnp.asarray(SIZES))
+        warn_once.cache_clear()
+        jax.eval_shape(matmuls[1], rows, weights, jnp.asarray(SIZES))
 
 
 def test_weights_as_they_are():

@@ -17,7 +17,10 @@ from jax.sharding import PartitionSpec as P
 import xen_moe_jax as xm
 from tests.support import plain_hopper
 from tests.support.checks import assert_bits
+from xen_moe_jax import _moe_mlp
+from xen_moe_jax._config import RowsInHalves
 from xen_moe_jax._quantized_weight import adopted
+from xen_moe_jax.experts import combined
 
 RANKS, TOKENS, HIDDEN, WIDE, EXPERTS, TOP_K = 4, 6, 32, 64, 6, 3
 LOCAL = -(-EXPERTS // RANKS)
@@ -471,6 +474,13 @@ MISTAKES = {
         ValueError,
         "experts='float4': must be None, 'float8_e4m3fn' or 'int8'",
     ),
+    "another dtype of experts": ({"experts": jnp.int4}, ValueError, "experts='int4': must be None, .* or 'int8'"),
+    "a list of matmuls": (
+        {"experts": jnp.int8, "grouped_matmul": ["auto"]},
+        ValueError,
+        r"experts='int8' with grouped_matmul=\['auto'\]: .*use 'auto'",
+    ),
+    "config": ({"config": "pallas"}, TypeError, "moe_mlp: config='pallas': must be None or an xm.KernelConfig"),
     "weights for a function": (
         {"experts": lambda rows, *_: rows, "apply_weights_to": "activation"},
         ValueError,
@@ -497,6 +507,29 @@ def test_mistakes(name, mesh4):
 
     with pytest.raises(error, match=message):
         jax.eval_shape(jax.shard_map(body, mesh=mesh4, in_specs=P(), out_specs=P()), jnp.zeros((8, TOP_K), jnp.int32))
+
+
+def test_rows_in_halves_are_for_the_backend_that_reads_them(monkeypatch, mesh4):
+    """A tuple of one axis is one axis; a subclass of a config may have fields of its own."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Named(xm.KernelConfig):
+        name: str = "mine"
+
+    def found(axis_name, config):
+        taken = []
+        monkeypatch.setattr(_moe_mlp, "experts_and_combine", lambda f, w, routed, back: taken.append(back) or routed.x)
+        x, idx, matrix = jnp.ones((8, 256), jnp.bfloat16), jnp.zeros((8, 1), jnp.int32), jnp.ones((2, 256, 256))
+        options = {"num_experts": EXPERTS, "axis_name": axis_name, "capacity": 64, "config": config}
+        matrices = [matrix.astype(x.dtype)] * 3
+        body = lambda x, idx: xm.moe_mlp(x, idx, jnp.ones(idx.shape), *matrices, **options)  # noqa: E731
+        jax.eval_shape(jax.shard_map(body, mesh=mesh4, in_specs=P(), out_specs=RANKED, check_vma=False), x, idx)
+        return taken[0].config
+
+    monkeypatch.setattr(combined, "by_pallas", lambda *_: True)
+    assert found("ep", None) == found(("ep",), None) == RowsInHalves()
+    assert found("ep", Named(channel=3)) == RowsInHalves(channel=3)
+    assert found("ep", xm.KernelConfig(backend="reference")) == xm.KernelConfig(backend="reference")
 
 
 def test_outside_of_shard_map():

@@ -24,7 +24,7 @@ from xen_moe_jax.flax._placement import quantized_weights
 CONFIG = MoEConfig(
     hidden_size=160, intermediate_size=96, num_experts=6, top_k=2, num_shared_experts=1, expert_dtype="float8_e4m3fn"
 )
-PLAIN = dataclasses.replace(CONFIG, expert_dtype=None, grouped_matmul="auto")
+PLAIN = dataclasses.replace(CONFIG, expert_dtype=None)
 
 
 def test_a_layer_and_its_gradients():
@@ -133,5 +133,11 @@ def test_errors(changes, message):
     assert hash(dataclasses.replace(CONFIG, top_k=1)) != hash(CONFIG)
     in_int8 = dataclasses.replace(CONFIG, expert_dtype="int8")  # made from a config whose matmul is chosen already
     assert (
-        in_int8.grouped_matmul is float8.in_int8 and dataclasses.replace(in_int8, expert_dtype=float8.DTYPE) == CONFIG
+        in_int8.grouped_matmul is float8.automatic_in_int8
+        and dataclasses.replace(in_int8, expert_dtype=float8.DTYPE) == CONFIG
     )
+    assert dataclasses.replace(CONFIG, expert_dtype=jnp.int8) == in_int8
+    for quantized in (CONFIG, in_int8):  # without a dtype the experts are not quantized
+        assert dataclasses.replace(quantized, expert_dtype=None).grouped_matmul == "auto"
+    plainly = dataclasses.replace(in_int8, grouped_matmul="ragged_dot")
+    assert dataclasses.replace(plainly, expert_dtype=None).grouped_matmul == "ragged_dot"

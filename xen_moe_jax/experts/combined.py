@@ -98,14 +98,21 @@ def config_for_rows(
 
     It is a `RowsInHalves` with the fields of `config` where kernels for TPUs make the rows of both combines: the
     experts' outputs, and in the backward pass the gradient of the rows. These kernels may then write a row as two
-    halves, and the combines read it so. Elsewhere it is `config` itself.
+    halves, and the combines read it so. Elsewhere, and with a backend that reads no halves, it is `config` itself.
 
     Args:
       capacity: rows `C` of the dispatch. With None, the exact worst case, `config` is returned.
     """
     rows = as_int(capacity)
     by_rows = function.apply_weights_to == "rows" and _own(function, weights)
-    if not by_rows or rows is None or x.dtype != jax.numpy.bfloat16 or x.shape[-1] % 256:
+    backend = None if config is None else config.backend
+    if (
+        backend not in (None, "pallas")
+        or not by_rows
+        or rows is None
+        or x.dtype != jax.numpy.bfloat16
+        or x.shape[-1] % 256
+    ):
         return config
     given = jax.ShapeDtypeStruct((rows, x.shape[-1]), x.dtype)
     if by_hopper(function, given, weights) or not by_pallas(function, given, weights):

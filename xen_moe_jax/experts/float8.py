@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from xen_moe_jax._float8_weight import DTYPE, Float8Weight, padding_of
 from xen_moe_jax._jax_internals import varying_axes
@@ -70,6 +71,20 @@ def in_int8(rows: jax.Array | ArrivedRows, weights: Weight, group_sizes: jax.Arr
     return _grouped_matmul("int8", rows, weights, group_sizes)
 
 
+def automatic_in_int8(rows: jax.Array | ArrivedRows, weights: Weight, group_sizes: jax.Array) -> jax.Array:
+    """Returns `in_int8`. On a Hopper GPU it warns once: it has no kernels there.
+
+    Raises:
+      ValueError: as `in_int8`.
+    """
+    if hopper.on_hopper():
+        warn_once(
+            f"experts in int8 are multiplied in plain JAX on GPUs, slowly: {DTYPE} has kernels (grouped_matmul="
+            "'ragged_dot' says nothing)"
+        )
+    return in_int8(rows, weights, group_sizes)
+
+
 def _grouped_matmul(dtype: str, rows: jax.Array | ArrivedRows, weights: Weight, group_sizes: jax.Array) -> jax.Array:
     """Returns the product of `grouped_matmul` or, with `dtype` "int8", of `in_int8`."""
     check_weights(weights, dtype)
@@ -103,7 +118,16 @@ def automatic(rows: jax.Array | ArrivedRows, weights: Weight, group_sizes: jax.A
 
 
 MATMULS = grouped_matmul, by_hopper, automatic
-"""The functions that `choose` returns for experts in fp8; for experts in int8 it returns `in_int8`."""
+"""The functions that `choose` returns for experts in fp8."""
+
+MATMULS_IN_INT8 = in_int8, automatic_in_int8
+"""Those for experts in int8."""
+
+BY_NAME = {
+    DTYPE: {"auto": automatic, "ragged_dot": grouped_matmul, "hopper": by_hopper},
+    "int8": {"auto": automatic_in_int8, "ragged_dot": in_int8},
+}
+"""The same functions by the dtype of the experts and the value of `grouped_matmul`."""
 
 
 def by_kernels(function: Any, rows: jax.Array | ArrivedRows, weights: Weight) -> bool:
@@ -300,14 +324,26 @@ def wire_of_rows(function: ExpertFunction, wire: Any) -> Wire | None:
     """Returns the parsed `wire` if the experts of `function` are quantized and multiply its rows as they arrive; None
     if they quantize the rows again, or are not quantized."""
     matmul = function.grouped_matmul
-    if matmul not in (*MATMULS, in_int8) or function.apply_weights_to == "input" or wire is None:
+    if matmul not in (*MATMULS, *MATMULS_IN_INT8) or function.apply_weights_to == "input" or wire is None:
         return None
     parsed = parse_wire(wire)
-    return parsed if parsed is not None and parsed.dtype == ("int8" if matmul is in_int8 else DTYPE) else None
+    return parsed if parsed is not None and parsed.dtype == (DTYPE if matmul in MATMULS else "int8") else None
+
+
+def dtype_name(value: Any) -> Any:
+    """Returns the name of a dtype, as NumPy or JAX has it; returns any other value, a function too, unchanged."""
+    if not isinstance(value, np.dtype | type):
+        return value
+    try:
+        found = jnp.dtype(value)
+    except TypeError:
+        return value
+    return value if found == np.object_ else found.name  # NumPy's dtype of a class that it does not know
 
 
 def choose(dtype: Any, grouped: Any, experts: Any, layout: str, caller: str) -> Any:
-    """Returns the grouped matmul of experts in `dtype`; with `dtype=None` that is `grouped`.
+    """Returns the grouped matmul of experts in `dtype`; with `dtype=None` that is `grouped`, or the
+    name for which `choose` returned it: a config that is made from another one has a function.
 
     Args:
       dtype: None, "float8_e4m3fn" or "int8".
@@ -320,19 +356,18 @@ def choose(dtype: Any, grouped: Any, experts: Any, layout: str, caller: str) -> 
     Raises:
       ValueError: `dtype` is another one, or `grouped`, `experts` or `layout` asks for another computation as well.
     """
+    names = (name for functions in BY_NAME.values() for name, function in functions.items() if function is grouped)
+    grouped = next(names, grouped)
     if dtype is None:
         return grouped
-    if dtype not in (DTYPE, "int8"):
+    if not isinstance(dtype, str) or dtype not in BY_NAME:
         raise ValueError(f"{caller}={dtype!r}: must be None, {DTYPE!r} or 'int8'")
-    in_fp8 = {"auto": automatic, "ragged_dot": grouped_matmul, "hopper": by_hopper}
-    by_name = in_fp8 if dtype == DTYPE else {"auto": in_int8, "ragged_dot": in_int8}
-    chosen = {function: name for name, function in in_fp8.items()} | {in_int8: "auto"}
-    grouped = chosen.get(grouped, grouped)  # `dataclasses.replace` passes on the function of the first config
+    by_name = BY_NAME[dtype]
     for name, value, unset in (
         ("grouped_matmul", grouped, tuple(by_name)),
         ("experts", experts, (None,)),
         ("layout", layout, ("grouped",)),
     ):
-        if value not in unset:
+        if not (value is None or isinstance(value, str)) or value not in unset:
             raise ValueError(f"{caller}={dtype!r} with {name}={value!r}: it has a matmul of its own; use {unset[0]!r}")
     return by_name[grouped]

@@ -36,6 +36,7 @@ class MoEConfig(MemoryFields, CommunicationFields, PlacementFields, BalanceField
         for field in dataclasses.fields(self):  # a NumPy number is a number, and narrow ones would overflow
             object.__setattr__(self, field.name, plain(getattr(self, field.name)))
         check_experts(self)
+        object.__setattr__(self, "expert_dtype", float8.dtype_name(self.expert_dtype))
         asked = self.expert_dtype, self.grouped_matmul, self.experts, self.layout
         object.__setattr__(self, "grouped_matmul", float8.choose(*asked, "MoEConfig.expert_dtype"))
         check_router(self)
