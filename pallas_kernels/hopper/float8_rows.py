@@ -296,7 +296,7 @@ def _product(
             def tile(index: Any, carry: Any) -> Any:
                 m, row, column = place(index)
                 group = facts[0, m]
-                low, high, offset = facts[2, m], facts[3, m], row - facts[1, m]
+                low, high, offset = facts[2, m], facts[3, m], wg * tiles.warpgroup_m
                 zero = plgpu.layout_cast(jnp.zeros((tiles.warpgroup_m, BLOCK), jnp.float32), WGMMA)
                 product, totals, never = zero, (zero,) * parts, (low < 0).astype(jnp.int32)
                 block = lax.div(column, jnp.int32(BLOCK))
@@ -321,7 +321,7 @@ def _product(
 
                     given = (carry, scales_of(0), product, *totals)
                     carry, _, product, *totals = lax.fori_loop(0, k_steps, step, given)
-                offset, row = offset + wg * tiles.warpgroup_m, row + wg * tiles.warpgroup_m
+                row = row + offset
 
                 def store(out: Any, n: int) -> Callable[[Any], None]:
                     def copy(buffer: Any) -> None:

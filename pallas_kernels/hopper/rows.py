@@ -352,10 +352,11 @@ def _product(
                 m, row, column = place(index)
                 # read now: a load from memory takes as long as half a piece of the store that needs it
                 group = facts[0, m] if biased else None
-                low, high, offset = facts[2, m], facts[3, m], row - facts[1, m]
+                low, high, offset = facts[2, m], facts[3, m], jnp.int32(0)
                 steps = len(pairs) * k_steps
                 if tiles.split == "m":
-                    offset, row = offset + wg * tiles.warpgroup_m, row + wg * tiles.warpgroup_m
+                    offset = wg * tiles.warpgroup_m
+                    row = row + offset
                 else:
                     column = column + wg * own_width
 
