@@ -19,7 +19,7 @@ from tests.elastic.test_members import FORK, steps, until
 from tests.elastic.test_members import ranks as ranks  # a fixture
 from xen_moe_jax import _primitive, _spec, balance, elastic
 from xen_moe_jax.backends.cuda import liveness, members, memory
-from xen_moe_jax.elastic import _board, _membership
+from xen_moe_jax.elastic import _board, _membership, _rows
 
 NAMES = iter(f"findings{i}" for i in range(1000))
 
@@ -300,6 +300,82 @@ def test_a_group_that_is_closed_has_no_failure_of_its_kernels(open_group):
     assert group.failure() == group._kernels.text
     group.close()
     assert group._kernels.left == 1 and group._kernels.failure() == "" == group.failure()
+
+
+def join_both(open_group, timeout_s):
+    """Returns two groups with memory, the members of one view."""
+    both = [with_memory(open_group(2, slot=slot, timeout_s=timeout_s), {}) for slot in (0, 1)]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        changes = pool.map(lambda group: group.join(start_with=2, timeout_s=30), both)
+        assert [change.view for change in changes] == [1, 1]
+    return both
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_the_wait_for_its_own_gpu_counts_against_no_other_member(open_group, monkeypatch, dead):
+    """Member 0 waits longer for its GPU than its time limit, also when another proposal has come meanwhile, and member
+    1 arrives a little later."""
+    first, second = join_both(open_group, 60.0)
+    late, ready = [0.0], threading.Event()
+
+    def arrive_late():
+        late[0] += 100.0
+        if late[0] == 100.0:
+            with first._board.locked():
+                first._membership._propose(first._board.read(), urgent=True)
+        else:
+            ready.set()
+        return []
+
+    def arrive_later():
+        assert ready.wait(30)
+        time.sleep(0.05)
+        return []
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0], sleep=time.sleep)
+    monkeypatch.setattr(_membership, "time", clock)
+    monkeypatch.setattr(liveness, "end", lambda pid, seconds: True)  # not this process
+    monkeypatch.setattr(first._kernels, "arrive", arrive_late)
+    monkeypatch.setattr(second._kernels, "arrive", arrive_later)
+    first._membership._gone_at = time.monotonic() - 90.0 if dead else None
+    first._membership.propose(urgent=True)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        changes = [*pool.map(lambda group: group._settle(4), (first, second))]
+    assert changes[0] == changes[1] and changes[0].lost == () and late == [200.0]
+
+
+def test_a_step_is_given_up_for_a_killed_member_and_not_for_one_that_left(open_group, monkeypatch):
+    first, second = join_both(open_group, 30.0)
+    second.close()
+    first._kernels.told = [-1]
+    first._membership._timeout_s = 0.0
+    told = set()
+    first._look(told)
+    time.sleep(0.001)
+    first._look(told)
+    assert first._kernels.told == [-1, 1] and first.failure() == ""
+    monkeypatch.setattr(first._membership, "_left", lambda slot, identity: False)
+    monkeypatch.setattr(first._membership, "_ended", lambda identity: identity != first._membership._identity)
+    told.clear()
+    first._look(told)
+    time.sleep(0.001)
+    first._look(told)
+    assert first._kernels.told == [-1, 1, 1, "all"]
+    assert "rank 1 ended or left the group, and rank 0 gave up this step" in first.failure()
+    with pytest.raises(_rows.GaveUp, match="rank 1 ended or left the group, and rank 0 did not start"):
+        first._check_wait(0, 10.0)
+
+
+def test_a_member_that_the_newest_proposal_does_not_name_is_gone(open_group, monkeypatch):
+    first, second = join_both(open_group, 30.0)
+    second.close()
+    monkeypatch.setattr(first._kernels, "arrive", lambda: {}["the GPU did not become idle"])
+    with pytest.raises(KeyError, match="did not become idle"):
+        first.recover(4)
+    first._kernels.told = [-1]
+    first._look(set())
+    assert first._membership.members == (0, 1) and first._kernels.told == [-1, 1, "all"]
+    assert first._membership._gone_at is None
 
 
 def stopped_with_memory(folder, slot, words):

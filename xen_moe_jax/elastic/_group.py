@@ -93,8 +93,9 @@ class Group:
             further one with that name after it has closed the first.
           placement: `Placement` of the experts on all `R` ranks, which says what a rank holds when it comes. None: the
             experts are at their homes, and no rank serves the experts of an absent rank.
-          timeout_s: seconds for which a member that lives may keep the others waiting; then they go on without it. The
-            time to load weights between two steps counts.
+          timeout_s: seconds for which a member that lives may keep the others waiting; then they go on without it.
+            After a death a member that comes later than half of that is left out. The time to load weights between two
+            steps counts.
 
         Raises:
           TypeError: `slots`, `slot`, `axis_name` or `placement` has a wrong type.
@@ -422,10 +423,17 @@ class Group:
             if (view, member) not in told and member != self.rank and self._membership.gone(member):
                 self._kernels.mark_dead(member)
                 told.add((view, member))
-        given_up = self._membership.interrupted() or self._membership.waits_in_vain()
-        if (view, -1) not in told and view and given_up:
+        others, alone = self._membership.interrupted(), self._membership.waits_in_vain()
+        if (view, -1) not in told and view and (others or alone):
+            if not others and not self._kernels.failure():  # that of the kernels would say that others gave up
+                self._fail(f"{self._gone()}, and rank {self.rank} gave up this step {self._timeout_s / 8:g} s later")
             self._kernels.interrupt()
             told.add((view, -1))
+
+    def _gone(self) -> str:
+        """Returns in words which members of this view have gone; "" for none."""
+        names = [f"rank {member}" for member in self._membership.members if self._membership.gone(member)]
+        return f"{' and '.join(names)} ended or left the group" if names else ""
 
     def _stop_watching(self) -> None:
         """Ends the thread that watches the members, if there is one."""
@@ -455,8 +463,8 @@ class Group:
             raise GaveUp(f"the process of rank {member} has ended")
         if self._membership.interrupted():
             raise GaveUp(f"the other members of view {self.view} have given up this step")
-        if waited_s > self._timeout_s / 8 and any(map(self._membership.gone, self._membership.members)):
-            raise GaveUp(f"a member has ended, and rank {member} did not start an operation")
+        if waited_s > self._timeout_s / 8 and (gone := self._gone()):
+            raise GaveUp(f"{gone}, and rank {member} did not start an operation")
         if waited_s > self._timeout_s:
             raise GaveUp(
                 f"rank {member} did not start an operation, and rank {self.rank} gave up after {waited_s:.1f} s"

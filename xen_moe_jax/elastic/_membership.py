@@ -40,9 +40,10 @@ ones."""
 
 
 class Evicted(RuntimeError):
-    """The other members went on without this process, because it did not come in time. The process may end, or close
-    this group and open one with another `axis_name`. Where kernels exchange, the other members end such a process:
-    its GPU could store into their memory later."""
+    """The other members went on without this process, because it did not come in time: within `Group.timeout_s`, or,
+    where the members agree after a death, within half of it. The process may end, or close this group and open one with
+    another `axis_name`. Where kernels exchange, the other members end such a process: its GPU could store into their
+    memory later."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Membership:
         self.members: tuple[int, ...] = (self.slot,)
         self.memory: Memory | None = None
         self._newer = 0, 0.0  # the newest proposal that `interrupted` has found, and when
-        self._gone_at: float | None = None  # when `gone` first was True of a member of this view; None: of no member
+        self._gone_at: float | None = None  # when this process first found that a member of this view was killed
 
     def _claim(self, slot: int | None) -> tuple[int, str]:
         """Takes a slot that no living process has; returns it and the identity of this claim. A dead member's slot
@@ -186,15 +187,18 @@ class Membership:
         return False
 
     def gone(self, slot: int) -> bool:
-        """Returns True if the member in this slot has ended, or has left the group. Notes when this is found for the
-        first time in a view."""
-        away = self._away(slot, self._identities[slot])
-        if away and self._gone_at is None:
+        """Returns True if the member in this slot has ended, or has left the group, or if the newest proposal at which
+        this process has arrived does not name the slot."""
+        if (identity := self._identities.get(slot)) is None:
+            return True
+        ended = self._ended(identity)  # before the next look: a process first leaves and then ends
+        left = self._left(slot, identity)
+        if ended and not left and self._gone_at is None:  # one that leaves has ended its last step, and so can others
             self._gone_at = time.monotonic()
-        return away
+        return ended or left
 
     def waits_in_vain(self) -> bool:
-        """Returns True if this process found more than an eighth of the time limit ago that a member has ended.
+        """Returns True if this process found more than an eighth of the time limit ago that a member was killed.
 
         A member that has ended may have sent all of its rows before. Then no member waits for it in this step, which
         another member may hold up because it is stopped or slow. The next step cannot end without the member that has
@@ -204,7 +208,11 @@ class Membership:
 
     def _away(self, slot: str | int, identity: str) -> bool:
         """Returns True if the process with this identity in `slot` has ended, or has left the group."""
-        return self._board.words[LEFT + int(slot)] >= _claim_of(identity) or self._ended(identity)
+        return self._left(slot, identity) or self._ended(identity)
+
+    def _left(self, slot: str | int, identity: str) -> bool:
+        """Returns True if the process with this identity in `slot` has left the group."""
+        return self._board.words[LEFT + int(slot)] >= _claim_of(identity)
 
     def claims(self) -> dict[int, int]:
         """Returns the number of each member's claim, by slot."""
@@ -368,11 +376,10 @@ class Membership:
           Evicted: the newest proposal does not name this process.
         """
         before = dict(self._identities) if old else {}
-        limits: dict[str, float] = {}  # by identity of a member that has not arrived yet: when it is left out
-        now, limit = time.monotonic(), None
-        if self._gone_at is not None:  # the time counts from the first death, and half of it remains from here on
-            limit = max(self._gone_at + self._timeout_s, now + self._timeout_s / 2)
+        limits: dict[str, float] = {}  # of members that have arrived at no proposal yet: until when they are awaited
+        awaited_since = self._gone_at
         while True:
+            began = time.monotonic()
             with self._board.locked():
                 state = self._board.read()
                 if state["members"].get(str(self.slot)) == self._identity:
@@ -382,19 +389,23 @@ class Membership:
             if members.get(self.slot) != self._identity:
                 raise Evicted(
                     f"elastic.Group: the members went on without slot {self.slot} in view {number}: it did not come "
-                    f"within {self._timeout_s:g} s"
+                    f"within {self._timeout_s:g} s, or after a death within half of that"
                 )
             for slot, identity in self._identities.items():
                 if members.get(slot) != identity:
                     self._shut_out(slot, identity)
             self._identities = members
-            for identity in members.values():
-                limits.setdefault(identity, limit or time.monotonic() + self._timeout_s)
-            limit = None
             shown = None if self.memory is None else self.memory.arrive()
             says = {"old": old, "step": step, "share": base64.b64encode(share).decode(), "memory": shown}
             says["wanted"] = wanted
             self._board.put(f"arrived.{number}.{self.slot}", says)
+            now = time.monotonic()  # the time that this process took to come here itself counts against no member
+            limits = {identity: until + now - began for identity, until in limits.items()}
+            limit = now + self._timeout_s
+            if awaited_since is not None:  # since then, but a member may be late by half of the limit
+                limit, awaited_since = max(awaited_since + self._timeout_s, now + self._timeout_s / 2), None
+            for identity in members.values():
+                limits.setdefault(identity, limit)
             arrived = self._await("arrived", number, limits)
             if arrived is None:
                 continue
@@ -426,8 +437,8 @@ class Membership:
         pid = int(identity.split()[2])
         if not liveness.end(pid, self._timeout_s):
             raise RuntimeError(
-                f"elastic.Group: process {pid} of slot {slot} did not come within {self._timeout_s:g} s and cannot be "
-                "ended from here, and its GPU may still store into the memory of this one: end it, and this one"
+                f"elastic.Group: process {pid} of slot {slot} did not come in time and cannot be ended "
+                "from here, and its GPU may still store into the memory of this one: end it, and this one"
             )
 
     def settle_with_more(self, settled: Settled, timeout_s: float) -> Settled:

@@ -130,7 +130,7 @@ class Members:
         return self._compiled.failure()
 
     def interrupt(self) -> None:
-        """Lets all operations that wait fail, because the other members have given up the step."""
+        """Lets all operations that wait fail, because a member, mostly another one, has given up the step."""
         self._compiled.ipc_interrupt(SECONDS)
 
 
