@@ -123,18 +123,37 @@ def test_products_and_their_activation(name, steps):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_products_in_halves_are_products(name):
+    """Sums of more than 256 are not whole numbers in bfloat16: each half is rounded to the nearest even one."""
     rng, sizes = np.random.default_rng(6), SIZES[name]
-    rows = jnp.asarray(whole_numbers(rng, ROWS, DEPTH), jnp.bfloat16)
-    weight = jnp.asarray(whole_numbers(rng, len(sizes), DEPTH, 256), jnp.bfloat16)
+    rows = jnp.asarray(rng.integers(-15, 16, (ROWS, DEPTH)), jnp.bfloat16)
+    weight = jnp.asarray(rng.integers(-15, 16, (len(sizes), DEPTH, 256)), jnp.bfloat16)
     given = rows.at[sum(sizes) :].set(jnp.nan), weight, jnp.asarray(sizes, jnp.int32)
     run = functools.partial(grouped_products, halves=True, tiles=Tiles(256, 128, DEPTH, 64), launch=launch())
     out = jax.jit(lambda rows, weight, sizes: run(rows, [weight], sizes)[0].reshape(ROWS, 256))(*given)
     assert not interpreter.races_found(out)
     group = np.repeat(np.arange(len(sizes)), sizes)
-    expected = np.einsum(
-        "ca,cab->cb", np.asarray(rows, np.float32)[: sum(sizes)], np.asarray(weight, np.float32)[group]
-    )
-    assert_bits(np.asarray(out)[: sum(sizes)], np.asarray(jnp.asarray(expected, jnp.bfloat16)), name)
+    exact = np.einsum("ca,cab->cb", np.asarray(rows, np.float32)[: sum(sizes)], np.asarray(weight, np.float32)[group])
+    expected = np.asarray(jnp.asarray(exact, jnp.bfloat16))
+    rounded = expected.astype(np.float32)
+    assert not exact.size or ((rounded > exact).any() and (rounded < exact).any())
+    assert_bits(np.asarray(out)[: sum(sizes)], expected, name)
+
+
+@pytest.mark.parametrize("depth", [64, 128], ids=["two steps", "one step"])
+def test_gradients_by_rows_in_halves_are_those_by_whole_rows(depth):
+    """Two pairs are added up in both halves; experts with no row, one row and shared tiles; zeros past the last."""
+    rng, rows, width, sizes = np.random.default_rng(8), 128, 512, (37, 0, 1, 33)
+    cotangents = [rng.standard_normal((rows, 128)) for _ in range(2)]
+    weights = [jnp.asarray(rng.standard_normal((len(sizes), width, 128)), jnp.bfloat16) for _ in range(2)]
+    for cotangent in cotangents:
+        cotangent[sum(sizes) :] = np.nan
+    given = [jnp.asarray(cotangent, jnp.bfloat16) for cotangent in cotangents], weights, jnp.asarray(sizes, jnp.int32)
+    run = functools.partial(grouped_transposed, tiles=Tiles(64, 128, depth, 32), launch=launch())
+    found = jax.jit(functools.partial(run, halves=True))(*given)
+    assert found.shape == (2 * rows, width // 2) and not interpreter.races_found(found)
+    expected = np.asarray(jax.jit(run)(*given))
+    assert expected[: sum(sizes)].all() and not expected[sum(sizes) :].any()
+    assert_bits(np.asarray(found).reshape(rows, width), expected, str(depth))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -392,6 +411,50 @@ def test_both_combines_of_a_layer_read_rows_in_halves(monkeypatch, on_a_tpu):
     assert read == [True, True]
     lowered(jnp.float32)
     assert read == [True, True, False, False]
+
+
+def test_a_layer_with_rows_in_halves_has_the_bits_of_one_with_whole_rows(monkeypatch, on_a_tpu):
+    """The value and all gradients of `moe_mlp`, with an expert that has no rows, and rows past the last expert."""
+    monkeypatch.setattr(on_tpu, "DEFAULT", INTERPRETED)
+    rng, tokens, hidden, width, experts = np.random.default_rng(9), 16, 256, 128, 3
+    drawn = [(tokens, hidden), (experts, hidden, width), (experts, hidden, width), (experts, width, hidden)]
+    x, *weights = (jnp.asarray(rng.standard_normal(shape) / shape[-2] ** 0.5, jnp.bfloat16) for shape in drawn)
+    idx = jnp.asarray(rng.permuted([[0, 2]] * tokens, axis=1), jnp.int32)
+    factors = jnp.asarray(rng.random(idx.shape), jnp.float32)
+    mesh = jax.make_mesh((1,), ("ep",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
+    config = dataclasses.replace(INTERPRETED, mode="throughput")
+    made, grouped = [], {name: getattr(on_tpu, name) for name in ("grouped_products", "grouped_transposed")}
+
+    def recorded(name, *operands, **options):
+        made.append((name, options["halves"]))
+        return grouped[name](*operands, **options)
+
+    for name in grouped:
+        monkeypatch.setattr(on_tpu, name, functools.partial(recorded, name))
+
+    def run(halves):
+        monkeypatch.setattr(hardware, "HALVES", halves)
+        made.clear()
+
+        def layer(x, idx, factors, weights):
+            return xm.moe_mlp(
+                x, idx, factors, *weights, num_experts=experts, axis_name="ep", capacity=128, config=config
+            )
+
+        mapped = jax.shard_map(layer, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
+
+        def loss(x, factors, weights):
+            y = mapped(x, idx, factors, weights)
+            return jnp.sum(jnp.sin(y.astype(jnp.float32))), y
+
+        (_, y), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(x, factors, weights)
+        return jax.tree.map(np.asarray, (y, gradients)), set(made)
+
+    expected, whole = run(())
+    found, by_halves = run((hardware.SMALLEST.name,))
+    assert {name for name, halves in by_halves if halves} == set(grouped) and not any(halves for _, halves in whole)
+    assert all(np.asarray(value, np.float32).any() for value in jax.tree.leaves(expected))
+    jax.tree.map(lambda value, wanted: assert_bits(value, wanted, "moe_mlp"), found, expected)
 
 
 @pytest.mark.tpu_aot
