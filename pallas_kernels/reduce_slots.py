@@ -341,9 +341,11 @@ def _pair_words(y: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits[:, 0] | (bits[:, 1] << 16), jnp.int32)
 
 
-def vmem_bytes(record: Record, slots: int, block: int) -> int:
-    """VMEM that a block of pairs needs: two buffers of rows and two of weights, sums, two record buffers, tables."""
-    return block * (4 * (record.hidden + LANES) * 2 * slots + 4 * record.hidden + 2 * record.bytes + 2 * 4 * LANES)
+def vmem_bytes(record: Record, slots: int, block: int, *, halved: bool = False) -> int:
+    """VMEM that a block of pairs needs: two buffers of rows and two of weights, sums, two record buffers, tables. Each
+    word of a buffer of rows is for one element of a row; with `halved` it is for two."""
+    words = record.hidden // (2 if halved else 1)
+    return block * (4 * (words + LANES) * 2 * slots + 4 * record.hidden + 2 * record.bytes + 2 * 4 * LANES)
 
 
 def halves_of_ranks(num_ranks: int, tokens: int, cores: int) -> bool:

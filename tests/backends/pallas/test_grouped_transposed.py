@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import re
 import warnings
 
@@ -33,6 +34,7 @@ from xen_moe_jax.pallas_kernels.grouped_transposed import (
 )
 from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.launch import Launch
+from xen_moe_jax.pallas_kernels.record import Record
 
 SIZES = {
     "experts that share tiles, one without rows": (100, 0, 156, 128, 70),
@@ -384,14 +386,21 @@ def test_a_combine_of_rows_in_halves(mode, weighted, monkeypatch):
 
 
 def test_both_combines_of_a_layer_read_rows_in_halves(monkeypatch, on_a_tpu):
-    """In bfloat16 the combine of the outputs and that of the rows' gradient do; in float32 neither does."""
+    """In bfloat16 the combine of the outputs and that of the rows' gradient do; in float32 neither does. Their VMEM is
+    counted alike."""
     read, reduce_slots = [], slots_kernel.reduce_slots
+    counted, vmem_bytes = set(), slots_kernel.vmem_bytes
 
     def recorded(*operands, **options):
         read.append(options["halved"])
         return reduce_slots(*operands, **options)
 
+    def recorded_bytes(*operands, halved):
+        counted.add(halved)
+        return vmem_bytes(*operands, halved=halved)
+
     monkeypatch.setattr(slots_kernel, "reduce_slots", recorded)
+    monkeypatch.setattr(slots_kernel, "vmem_bytes", recorded_bytes)
     monkeypatch.setattr(hardware, "HALVES", (hardware.SMALLEST.name,))
     mesh = jax.make_mesh((1,), ("ep",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
     config = xm.KernelConfig(backend="pallas", mode="throughput")
@@ -408,9 +417,35 @@ def test_both_combines_of_a_layer_read_rows_in_halves(monkeypatch, on_a_tpu):
         jax.jit(gradient).trace(x, idx, factors, weights).lower(lowering_platforms=("tpu",))
 
     lowered(jnp.bfloat16)
-    assert read == [True, True]
+    assert read == [True, True] and counted == {True}
     lowered(jnp.float32)
-    assert read == [True, True, False, False]
+    assert read == [True, True, False, False] and counted == {True, False}
+
+
+@pytest.mark.parametrize("halved", [False, True])
+def test_the_bytes_of_a_combine_are_those_of_its_buffers(halved, monkeypatch):
+    """The kernel is given buffers of as many bytes of VMEM as `vmem_bytes` counts without tables, which are operands of
+    the grid. With rows in halves the two buffers of rows take half of the bytes."""
+    given, call, block, slots, hidden = [], Launch.call, 32, 4, 512
+
+    def recorded(self, *operands, name, **options):
+        if name == "xen_moe_reduce_slots_local":
+            given.extend(ref for ref in options["grid_spec"].scratch_shapes if ref.memory_space == pltpu.VMEM)
+        return call(self, *operands, name=name, **options)
+
+    monkeypatch.setattr(Launch, "call", recorded)
+    record = Record(hidden, "bfloat16")
+
+    def run(y, rows, peer, weights, zero):
+        pairs = slots_kernel.Pairs(rows, peer, peer, zero, staging_rows=64)
+        options = {"record": record, "quantize": None, "axes": None, "launch": Launch(block), "halved": halved}
+        return slots_kernel.reduce_slots(y, pairs, weights, zero, **options)
+
+    shapes = ((128, hidden), "bfloat16"), ((64, slots), "int32"), ((64,), "int32"), ((128,), "float32"), ((1,), "int32")
+    jax.eval_shape(run, *itertools.starmap(jax.ShapeDtypeStruct, shapes))
+    in_vmem = sum(math.prod(ref.shape) * jnp.dtype(ref.dtype).itemsize for ref in given)
+    assert in_vmem == slots_kernel.vmem_bytes(record, slots, block, halved=halved) - block * 2 * 4 * 128
+    assert max(math.prod(ref.shape) for ref in given) == 2 * slots * block * hidden // (1 + halved)
 
 
 def test_a_layer_with_rows_in_halves_has_the_bits_of_one_with_whole_rows(monkeypatch, on_a_tpu):

@@ -55,7 +55,8 @@ def combine(
         return out[:, :hidden]
     pairs: slots_kernel.Pairs | Ordered
     source: jax.Array | ranks_kernel.Summands
-    few = _few(record, spec, config)
+    halved, few = _halved(rows, config), _few(record, spec, config)
+    launch = slots_launch(record, spec, config, halved=halved)
     entries = spec.num_ranks if few else min(spec.num_ranks, spec.top_k)
     ranks = ranks_launch(record, y.dtype, entries, spec.num_tokens, config)
     if few:
@@ -66,13 +67,12 @@ def combine(
             lax.axis_index(spec.axis_name).astype(jnp.int32).reshape(1),
             local_experts=spec.local_experts,
             block=block,
-            group=slots_kernel.pairs_beside(slots_launch(record, spec, config).block),
+            group=slots_kernel.pairs_beside(launch.block),
             launch=_order_launch(spec, config),
         )
     else:
         todo = plan.combine_plan(topk_idx, positions, spec)
         pairs, source = todo.pairs, todo.source
-    launch = slots_launch(record, spec, config)
     halves = not few and slots_kernel.halves_of_ranks(spec.num_ranks, spec.num_tokens, launch.cores)
     staged = slots_kernel.reduce_slots(
         rows,
@@ -84,7 +84,7 @@ def combine(
         axes=plan.kernel_axes(spec),
         launch=launch,
         cores=launch.cores if halves else 1,
-        halved=_halved(rows, config),
+        halved=halved,
     )
     out = ranks_kernel.reduce_ranks(
         staged, source, zero, record=record, out_dtype=y.dtype, launch=ranks, tokens=spec.num_tokens
@@ -128,10 +128,11 @@ def prepared(y: jax.Array, recv_counts: jax.Array, wire: Wire | None) -> tuple[j
     return rows, record_of(rows.shape[1], y.dtype, False, wire), zero
 
 
-def slots_launch(record: Record, spec: Spec, config: KernelConfig) -> Launch:
+def slots_launch(record: Record, spec: Spec, config: KernelConfig, *, halved: bool = False) -> Launch:
+    """Returns the launch of `reduce_slots`, which reads rows in halves with `halved`."""
     return hardware.launch(
         "reduce_slots",
-        functools.partial(slots_kernel.vmem_bytes, record, spec.slots),
+        functools.partial(slots_kernel.vmem_bytes, record, spec.slots, halved=halved),
         preferred=32,  # half of the cost of a group of 16 is the same for a group of 32
         smallest=8,
         available=spec.num_ranks * spec.num_tokens,
