@@ -13,11 +13,10 @@ import functools
 import itertools
 import json
 import math
-import operator
 import pathlib
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.lib import report
@@ -62,17 +61,15 @@ experts each. Hidden size and width are our assumption, which fits the bytes tha
 MODELS[ANCHOR] = Model(4096, 1024, 512, 8)
 SHOWN = tuple(name for name in MODELS if name != ANCHOR)
 TOKENS = (8, 32, 128)
-COMMAND = "; ".join(
-    f"python -m benchmarks.tpu.decode --json FILE{rows}"
-    for rows in (
-        "",
-        " --models DeepSeek-V3 --weights int8 float8_e4m3fn",
-        f" --models {ANCHOR} --generations tpu7x --tokens 1 8",
-        " --generations v5p --devices 4",
-    )
+PARTS = (
+    "",
+    " --models DeepSeek-V3 --weights int8 float8_e4m3fn",
+    f" --models {ANCHOR} --generations tpu7x --tokens 1 8",
+    " --generations v5p --devices 4",
 )
-"""Commands that make all rows of a results file; a run stores them in place of its own command line, because it may
-add rows to a file or replace some."""
+"""Options of the commands that together make all rows of a results file."""
+IDENTITY = ("generation", "devices", "model", "tokens", "weights", "matmul")
+"""Names of a row's values that identify its layer: no two rows of a file have the same values."""
 
 WEIGHTS = {"bfloat16": None, "float8_e4m3fn": (128, 128), "int8": None}
 """Dtypes of weights, and the blocks that share a scale: DeepSeek-V3's in fp8, a column each in int8."""
@@ -445,6 +442,13 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def command(seed: int) -> str:
+    """Returns the commands that make all rows of a results file. A run stores them in place of its own command line,
+    because it may add rows to a file or replace some."""
+    drawn = f" --seed={seed}" if seed else ""
+    return "; ".join(f"python -m benchmarks.tpu.decode --json FILE{rows}{drawn}" for rows in PARTS)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Compiles each layer, prints the table, writes JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -461,6 +465,18 @@ def main(arguments: list[str] | None = None) -> int:
         "--check", metavar="FILE", help="compare the figures with this file's, and fail where they moved"
     )
     options = parser.parse_args(arguments)
+    document: dict[str, Any] = {
+        "command": command(options.seed),
+        "notice": NOTICE,
+        "versions": report.versions(),
+        "seed": options.seed,
+        "results": [],
+    }
+    # a file that cannot be used is an error before the layers compile
+    if options.json:
+        merged(options.json, document)
+    if options.check:
+        moved(options.check, document)
 
     folder = tempfile.mkdtemp(prefix="xen_moe_bundles_")
     tpu_topologies.prepare_environment()
@@ -475,34 +491,52 @@ def main(arguments: list[str] | None = None) -> int:
                 report.progress(f"{generation} {name} {dtype} {tokens}")
                 layer_of = generation, name, tokens, options.grouped_matmul, dtype, options.devices
                 rows.append(one_row(*layer_of, folder, options.seed))
-    document = {
-        "command": COMMAND,
-        "notice": NOTICE,
-        "versions": report.versions(),
-        "results": rows,
-    }
+    document["results"] = rows
     print("\n".join([*table(rows), "", NOTICE]))
     if options.json:
         report.write_json(options.json, document | {"results": merged(options.json, document)})
     if options.check:
-        lines = moved(json.loads(pathlib.Path(options.check).read_text()), document)
+        lines = moved(options.check, document)
         print("\n".join(lines) or f"{options.check}: every figure is as the kernels are")
         return int(bool(lines))
     return 0
 
 
-key = operator.itemgetter("generation", "devices", "model", "tokens", "weights", "matmul")
-"""Returns the values of a row that identify its layer: no two rows of a file have the same."""
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Returns the values of a row that identify its layer."""
+    return tuple(row[name] for name in IDENTITY)
+
+
+def rows_of(path: str, known: dict[str, Any]) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """Returns the rows of the file's document by their keys.
+
+    Raises:
+      ValueError: the document lacks the seed, or a row a value of its key.
+    """
+    parts: dict[str, tuple[dict[str, Any], Sequence[str]]] = {"the file": (known, ["seed"])}
+    parts |= {f"row {number}": (row, IDENTITY) for number, row in enumerate(known["results"])}
+    for part, (found, names) in parts.items():
+        if lacks := [name for name in names if name not in found]:
+            raise ValueError(
+                f"{path}: {part} lacks {', '.join(lacks)}: an older version of this benchmark wrote it; delete the "
+                f"file, and make it with {command(known.get('seed', 0))}"
+            )
+    return {key(row): row for row in known["results"]}
 
 
 def merged(path: str, document: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the rows of a document, and those of other layers that the file has if it was counted with the same
-    versions, in the order of the report."""
+    versions and seed, in the order of the report.
+
+    Raises:
+      ValueError: the file, of these versions, lacks the seed, or a row of it a value of its key.
+    """
     rows = {key(row): row for row in document["results"]}
     if pathlib.Path(path).exists():
         known = json.loads(pathlib.Path(path).read_text())
-        if known["versions"] == document["versions"]:
-            rows = {key(row): row for row in known["results"]} | rows
+        earlier = rows_of(path, known) if known["versions"] == document["versions"] else {}
+        if earlier and known["seed"] == document["seed"]:
+            rows = earlier | rows
     chips, models, weights = (list(names) for names in (tpu_topologies.TOPOLOGIES, MODELS, WEIGHTS))
 
     def place(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -512,18 +546,22 @@ def merged(path: str, document: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(rows.values(), key=place)
 
 
-def moved(known: dict[str, Any], again: dict[str, Any]) -> list[str]:
+def moved(path: str, again: dict[str, Any]) -> list[str]:
     """Returns a line for each figure of `again` that is another one in the file.
 
     Raises:
-      ValueError: the file was counted with other versions, or lacks a row.
+      ValueError: the file was counted with other versions or another seed, or lacks a row, its
+        seed, or a value of a row's key.
     """
+    known = json.loads(pathlib.Path(path).read_text())
     for name in ("jax", "libtpu"):
         if known["versions"][name] != again["versions"][name]:
             raise ValueError(
                 f"--check: the file was counted with {name} {known['versions'][name]}, not {again['versions'][name]}"
             )
-    rows, lines = {key(row): row for row in known["results"]}, []
+    rows, lines = rows_of(path, known), []
+    if known["seed"] != again["seed"]:
+        raise ValueError(f"--check: the file was counted with --seed={known['seed']}, not {again['seed']}")
     for row in again["results"]:
         if key(row) not in rows:
             raise ValueError(f"--check: the file has no row {key(row)}; make it with --json")

@@ -80,13 +80,10 @@ def main(arguments: list[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")
     from xen_moe_jax.experts import grouped_matmul
 
-    document = earlier(options.json) or {"results": [], "left_out": []}
-    document |= {
-        "command": "python -m benchmarks.tpu.layer --json FILE --again",  # makes all rows: a run may add a few
-        "notice": NOTICE,
-        "versions": report.versions(),
-        "sizes": SIZES | {"tokens": TOKENS, "width": WIDTH},
-    }
+    sizes = SIZES | {"tokens": TOKENS, "width": WIDTH}
+    fixed = {"versions": report.versions(), "sizes": sizes, "seed": options.seed}
+    document = earlier(options.json, fixed) or {"results": [], "left_out": []}
+    document |= {"command": command(options.seed), "notice": NOTICE, **fixed}
     for topology, program, matmul in wanted(options.topologies, options.programs, options.matmuls):
         name = f"{topology} {program} {matmul}"
         if matmul == "tokamax" and not grouped_matmul.installed():
@@ -107,6 +104,12 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def command(seed: int) -> str:
+    """Returns the command that makes all rows of a results file. A run stores it in place of its own command line,
+    because it may add a few rows to a file."""
+    return "python -m benchmarks.tpu.layer --json FILE --again" + (f" --seed={seed}" if seed else "")
+
+
 def wanted(topologies: list[str], programs: list[str], matmuls: list[str]) -> list[tuple[str, str, str]]:
     """Topology, program and matmul of the rows of a run. The peer's experts take a matmul by its name."""
     found = []
@@ -118,13 +121,12 @@ def wanted(topologies: list[str], programs: list[str], matmuls: list[str]) -> li
     return found
 
 
-def earlier(path: str | None) -> dict[str, Any] | None:
-    """The document of an earlier run, if it is of these sizes."""
+def earlier(path: str | None, fixed: dict[str, Any]) -> dict[str, Any] | None:
+    """The document of an earlier run, if it has the same versions, sizes and seed, `fixed`."""
     if path is None or not pathlib.Path(path).exists() or not pathlib.Path(path).read_text():
         return None
     found = json.loads(pathlib.Path(path).read_text())
-    same = found["sizes"] == SIZES | {"tokens": TOKENS, "width": WIDTH} and found["versions"] == report.versions()
-    return found if same else None
+    return found if all(found.get(name) == value for name, value in fixed.items()) else None
 
 
 def known(document: dict[str, Any], topology: str, program: str, matmul: str) -> bool:

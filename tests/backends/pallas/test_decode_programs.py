@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("flax", reason="the layer's configuration is the Flax layers': pip install 'xen-moe-jax[flax]'")
 
+from benchmarks.lib import report
 from benchmarks.tpu import decode
 from tests.support import ROOT
 
@@ -52,12 +53,36 @@ def test_a_run_keeps_the_other_layers_of_a_file(tmp_path):
         "ratio": 1.0,
     }
     other = row | {"generation": "v5e", "model": "Qwen3-30B-A3B", "weights": "bfloat16"}
-    document = {"versions": {"jax": "1"}, "results": [row, other]}
+    document = {"versions": {"jax": "1", "libtpu": "1"}, "seed": 0, "results": [row, other]}
     path = tmp_path / "decode.json"
     path.write_text(json.dumps(document))
     again = document | {"results": [row | {"ratio": 2.0}]}
     assert decode.merged(str(path), again) == [other, row | {"ratio": 2.0}]
-    assert decode.merged(str(path), again | {"versions": {"jax": "2"}}) == again["results"]
+    for changed in ({"versions": {"jax": "2"}}, {"seed": 1}):
+        assert decode.merged(str(path), again | changed) == again["results"]
+    assert decode.moved(str(path), again) == [f"{decode.key(row)}: ratio: 2.0, the file has 1.0"]
+    with pytest.raises(ValueError, match="--check: the file was counted with --seed=0, not 1"):
+        decode.moved(str(path), again | {"seed": 1})
+
+
+def test_a_file_of_an_older_version_is_an_error_that_names_the_remedy(tmp_path):
+    path = tmp_path / "decode.json"
+    old = {"generation": "v5p", "model": "DeepSeek-V3", "tokens": 8, "weights": "int8", "matmul": "auto"}
+    document = {"versions": report.versions(), "seed": 5, "results": [old]}
+    without = {name: document[name] for name in ("versions", "results")}
+    for option, (written, lacks) in itertools.product(
+        ("--json", "--check"), ((document, "row 0 lacks devices: .*=5"), (without, "the file lacks seed: "))
+    ):
+        path.write_text(json.dumps(written))
+        with pytest.raises(ValueError, match=f"decode.json: {lacks}"):
+            decode.main(["--seed=5", option, str(path)])
+        assert json.loads(path.read_text()) == written
+
+
+def test_the_commands_of_a_file_have_its_seed():
+    document = json.loads(RESULTS.read_text())
+    assert document["command"] == decode.command(document["seed"]) and "--seed" not in document["command"]
+    assert decode.command(3).count("--seed=3") == len(decode.PARTS)
 
 
 def test_the_file_has_every_layer_of_the_page():

@@ -237,6 +237,14 @@ def test_the_file_has_every_program():
         assert {"ragged_us", "grouped_us", "xla_us", "wire_us"} <= set(row) and not row["uncounted"], row
 
 
+def test_the_command_of_the_file_has_its_seed():
+    document = json.loads(RESULTS.read_text())
+    assert document["command"] == tpu_layer.command(document["seed"]) == tpu_layer.command(4).removesuffix(" --seed=4")
+    fixed = {name: document[name] for name in ("versions", "sizes", "seed")}
+    assert tpu_layer.earlier(str(RESULTS), fixed) == document
+    assert tpu_layer.earlier(str(RESULTS), fixed | {"seed": 4}) is None
+
+
 @pytest.mark.parametrize("topology", [name for name in tpu_layer.TARGETS if name != REFUSED[0]])
 def test_a_full_size_layer_needs_less_memory_than_the_peer(topology):
     """This compares rows of the file; `test_the_file_is_of_these_programs` compiles the programs again."""
