@@ -465,6 +465,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--check", metavar="FILE", help="compare the figures with this file's, and fail where they moved"
     )
     options = parser.parse_args(arguments)
+    tpu_topologies.prepare_environment()  # before the versions: it finds the libtpu beside the packages
     document: dict[str, Any] = {
         "command": command(options.seed),
         "notice": NOTICE,
@@ -479,7 +480,6 @@ def main(arguments: list[str] | None = None) -> int:
         moved(options.check, document)
 
     folder = tempfile.mkdtemp(prefix="xen_moe_bundles_")
-    tpu_topologies.prepare_environment()
     tpu_bundles.request_dump(folder)
     import jax
 
