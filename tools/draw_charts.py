@@ -56,6 +56,28 @@ def bare_push(suite: dict[str, Any], document: str, operation: str) -> float | N
     return None
 
 
+def bar(axes: Any, y: float, length: float, colour: str, label: str | None, words: str, words_at: float) -> None:
+    """Draws a horizontal bar, with words to the right of `words_at`; `label` is its line in the legend."""
+    axes.barh(y, length, height=0.36, color=colour, label=label)
+    axes.annotate(words, (words_at, y), xytext=(5, 0), textcoords="offset points", va="center", size=9)
+
+
+def mark(axes: Any, y: float, at: float, label: str | None) -> None:
+    """Draws a line across the bar at `y`."""
+    axes.plot([at, at], [y - 0.18, y + 0.18], color=LINK, lw=2, label=label)
+
+
+def save(figure: Any, axes: Any, name: str, unit: str, legend: str) -> None:
+    """Writes the chart to docs/images; `unit` stands below its axis, and `legend` says where the legend is."""
+    axes.set_xlabel(unit)
+    axes.margins(x=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc=legend)
+    figure.tight_layout()
+    figure.savefig(ROOT / "docs" / "images" / name, dpi=110)
+    plt.close(figure)
+
+
 def draw(name: str) -> None:
     tokens, (fp8, bf16) = CHARTS[name]
     comparison = json.loads((RESULTS / COMPARISON).read_text())
@@ -67,13 +89,10 @@ def draw(name: str) -> None:
             time = fastest(comparison, tokens, operation, dtype, ours)
             y = len(OPERATIONS) - 1 - number + offset
             label = ("Xen-MoE" if ours else "JAX at its best") if number == 0 else None
-            axes.barh(y, time, height=0.36, color=colour, label=label)
-            axes.annotate(f"{time:,.0f} us", (time, y), xytext=(4, 0), textcoords="offset points", va="center", size=9)
+            bar(axes, y, time, colour, label, f"{time:,.0f} us", time)
             floor = bare_push(suite, fp8 if dtype.startswith("float8") else bf16, operation)
             if ours and floor:
-                axes.plot(
-                    [floor, floor], [y - 0.18, y + 0.18], color=LINK, lw=2, label="bare push" if number == 0 else None
-                )
+                mark(axes, y, floor, "bare push" if number == 0 else None)
     axes.set_yticks(
         range(len(OPERATIONS)), [f"{operation}, {short[dtype]}" for operation, dtype in reversed(OPERATIONS)]
     )
@@ -82,13 +101,7 @@ def draw(name: str) -> None:
         f"{tokens} tokens a rank, hidden 7168, 256 experts, top-8; {machine['devices']} x {machine['device_kind']}",
         size=10,
     )
-    axes.set_xlabel("microseconds, less is better")
-    axes.margins(x=0.12)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper right")
-    figure.tight_layout()
-    figure.savefig(ROOT / "docs" / "images" / name, dpi=110)
-    plt.close(figure)
+    save(figure, axes, name, "microseconds, less is better", "upper right")
 
 
 ROUND = "fp8 experts and quantized weights, 1 x H100 and 4 x H200, 2026-11-26"
@@ -119,21 +132,11 @@ def draw_formats(name: str) -> None:
             (0.19, -0.19), (OURS, PEER), others.items(), goals, strict=False
         ):
             ratio, y = times[base][place] / times[other][place], len(BY_FORMAT) - 1 - number + offset
-            axes.barh(y, ratio, height=0.36, color=colour, label=kind if number == 0 else None)
-            axes.annotate(
-                f"{ratio:.2f}", (max(ratio, goal), y), xytext=(6, 0), textcoords="offset points", va="center", size=9
-            )
-            goal_label = "goal" if (number, offset) == (0, 0.19) else None
-            axes.plot([goal, goal], [y - 0.18, y + 0.18], color=LINK, lw=2, label=goal_label)
+            bar(axes, y, ratio, colour, kind if number == 0 else None, f"{ratio:.2f}", max(ratio, goal))
+            mark(axes, y, goal, "goal" if (number, offset) == (0, 0.19) else None)
     axes.set_yticks(range(len(BY_FORMAT)), list(reversed(BY_FORMAT)))
     axes.set_title("DeepSeek-V3, 32 experts (decode); H 4096, I 1536, 16 experts; kernels on one H200", size=10)
-    axes.set_xlabel("times as fast as bfloat16")
-    axes.margins(x=0.12)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right")
-    figure.tight_layout()
-    figure.savefig(ROOT / "docs" / "images" / name, dpi=110)
-    plt.close(figure)
+    save(figure, axes, name, "times as fast as bfloat16", "lower right")
 
 
 if __name__ == "__main__":

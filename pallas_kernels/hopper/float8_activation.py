@@ -28,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from xen_moe_jax.pallas_kernels.hopper import float8_tile
 from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.hopper.float8_rows import BLOCK, DTYPE, ROWS, WGMMA, Quantized
+from xen_moe_jax.pallas_kernels.hopper.ring import launch
 
 COLUMNS = 8
 """Columns that a warpgroup computes at once: few, since a thread has few registers."""
@@ -180,17 +181,8 @@ def gradients(
         "loaded": plgpu.Barrier(num_arrivals=2 * len(operands), num_barriers=PAIRS),
     }
     shapes = [*(of_rows + of_columns) * len(projections), *of_columns, *sums]
-    run = plgpu.kernel(
-        body,
-        out_type=shapes,
-        scratch_types=scratch,
-        grid=(num_sms,),
-        grid_names=("sm",),
-        num_threads=2 * PAIRS,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-        kernel_name=f"xen_moe_float8_gradients_of_{activation.name}",
-    )
+    name = f"xen_moe_float8_gradients_of_{activation.name}"
+    run = launch(body, 2 * PAIRS, num_sms, shapes, scratch, name)
     found = run(blocks, *operands, *([] if row_weights is None else [row_weights]))
     pairs = [Quantized(*found[at : at + 2]) for at in range(0, len(found) - 1, 2)]
     both = [(pairs[at], pairs[at + 1]) for at in range(0, 2 * len(projections), 2)]

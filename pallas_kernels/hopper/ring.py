@@ -60,24 +60,28 @@ def scratch(
     )
 
 
-def kernel(body: Any, tiles: Tiles, num_sms: int | None, out_type: Any, scratch: dict[str, Any], name: str) -> Any:
-    """Returns the function that launches `body`: a thread block on each of `num_sms` multiprocessors (None: all of the
-    GPU), with two multiplying warpgroups and one loading warpgroup, the last one. Under `vmap`, kernels whose tiles are
-    claimed run one after the other: in one launch they would share a counter."""
-    if num_sms is None:
-        num_sms = jax.devices()[0].core_count
-    launch = plgpu.kernel(
+def launch(body: Any, warpgroups: int, num_sms: int | None, out_type: Any, scratch: dict[str, Any], name: str) -> Any:
+    """Returns the function that launches `body` with a thread block of `warpgroups` warpgroups (axis "wg") on each of
+    `num_sms` multiprocessors (axis "sm"; None: all of the GPU)."""
+    return plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=scratch,
-        grid=(num_sms,),
+        grid=(num_sms or jax.devices()[0].core_count,),
         grid_names=("sm",),
-        num_threads=COMPUTE_WARPGROUPS + 1,
+        num_threads=warpgroups,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         kernel_name=name,
     )
-    return jax.custom_batching.sequential_vmap(launch) if tiles.claimed else launch
+
+
+def kernel(body: Any, tiles: Tiles, num_sms: int | None, out_type: Any, scratch: dict[str, Any], name: str) -> Any:
+    """Returns the function that launches `body`: a thread block on each of `num_sms` multiprocessors (None: all of the
+    GPU), with two multiplying warpgroups and one loading warpgroup, the last one. Under `vmap`, kernels whose tiles are
+    claimed run one after the other: in one launch they would share a counter."""
+    run = launch(body, COMPUTE_WARPGROUPS + 1, num_sms, out_type, scratch, name)
+    return jax.custom_batching.sequential_vmap(run) if tiles.claimed else run
 
 
 def load_steps(

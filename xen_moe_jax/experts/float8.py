@@ -117,17 +117,14 @@ def automatic(rows: jax.Array | ArrivedRows, weights: Weight, group_sizes: jax.A
     return (by_hopper if by_kernels(automatic, rows, weights) else grouped_matmul)(rows, weights, group_sizes)
 
 
-MATMULS = grouped_matmul, by_hopper, automatic
-"""The functions that `choose` returns for experts in fp8."""
-
-MATMULS_IN_INT8 = in_int8, automatic_in_int8
-"""Those for experts in int8."""
-
 BY_NAME = {
     DTYPE: {"auto": automatic, "ragged_dot": grouped_matmul, "hopper": by_hopper},
     "int8": {"auto": automatic_in_int8, "ragged_dot": in_int8},
 }
-"""The same functions by the dtype of the experts and the value of `grouped_matmul`."""
+"""`choose` returns one of these functions, by the dtype of the experts and the value of `grouped_matmul`."""
+
+MATMULS, MATMULS_IN_INT8 = (tuple(BY_NAME[dtype].values()) for dtype in (DTYPE, "int8"))
+"""The functions that `choose` returns for experts in fp8, and those for experts in int8."""
 
 
 def by_kernels(function: Any, rows: jax.Array | ArrivedRows, weights: Weight) -> bool:
@@ -342,8 +339,8 @@ def dtype_name(value: Any) -> Any:
 
 
 def choose(dtype: Any, grouped: Any, experts: Any, layout: str, caller: str) -> Any:
-    """Returns the grouped matmul of experts in `dtype`; with `dtype=None` that is `grouped`, or the
-    name for which `choose` returned it: a config that is made from another one has a function.
+    """Returns the grouped matmul of experts in `dtype`; with `dtype=None` that is `grouped`, or the name
+    for which `choose` returned it: a config that is made from another one has a function.
 
     Args:
       dtype: None, "float8_e4m3fn" or "int8".
