@@ -4,7 +4,6 @@ library's backends."""
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +48,7 @@ def all_to_all(
         return _inside_vmap(x, axis_name, split_axis, concat_axis, axis_index_groups, tiled)
     names, sizes = _validate.axes(axis_name, caller, most=8)
     groups = _validate.index_groups(axis_index_groups, sizes, caller)
-    config = backends.with_nodes((math.prod(sizes),), config)
+    config = backends.with_nodes(sizes, config, slow_axis=False)
 
     def one(leaf: Any) -> jax.Array:
         leaf = jnp.asarray(leaf)
@@ -152,9 +151,8 @@ def all_gather(
             return jax.lax.all_gather(x, axis_name, axis_index_groups=axis_index_groups, axis=axis, tiled=tiled, to=to)
     names, sizes = _validate.axes(axis_name, caller, most=8)
     groups = _validate.index_groups(axis_index_groups, sizes, caller)
-    # a dispatch, by which the CUDA backend gathers between nodes, has one axis, or a slow and a fast one
-    by_dispatch = groups is None and len(sizes) <= 2
-    config = backends.with_nodes(sizes if by_dispatch else (math.prod(sizes),), config)
+    # between nodes the CUDA backend gathers by a dispatch, which has no groups
+    config = backends.with_nodes(sizes, config, slow_axis=groups is None)
 
     def one(leaf: Any) -> jax.Array:
         leaf = jnp.asarray(leaf)
@@ -223,7 +221,7 @@ def ragged_all_to_all(
         )
     names, sizes = _validate.axes(axis_name, caller, most=8)
     groups = _validate.index_groups(axis_index_groups, sizes, caller)
-    config = backends.with_nodes((math.prod(sizes),), config)
+    config = backends.with_nodes(sizes, config, slow_axis=False)
     operand, output = jnp.asarray(operand), jnp.asarray(output)
     if operand.ndim == 0 or operand.shape[1:] != output.shape[1:] or operand.dtype != output.dtype:
         raise ValueError(

@@ -52,7 +52,7 @@ def all_gather_matmul(x: jax.Array, w: jax.Array, axis_name: Any, *, config: Ker
     if _mesh.vmapped(axis_name):
         return jnp.matmul(lax.all_gather(x, axis_name, tiled=True), w)
     names, sizes = _validate.axes(axis_name, caller, most=8)
-    config = backends.with_nodes(sizes if len(sizes) <= 2 else (math.prod(sizes),), config)  # as an all_gather does
+    config = backends.with_nodes(sizes, config)
     x, w = _mesh.vary_over([x, w], names)
     if x.size == 0 or w.size == 0:  # XLA refuses to gather along an empty dimension
         shape = (math.prod(sizes) * x.shape[0], *x.shape[1:-1], w.shape[1])

@@ -74,11 +74,17 @@ def load(name: str) -> Backend:
     return backend
 
 
-def with_nodes(axis_sizes: tuple[int, ...], config: KernelConfig) -> KernelConfig:
-    """Returns `config`, with the backend's own `ranks_per_node` for axes of these sizes where it has none. On a single
-    axis it is the number that the backend finds; so an operation that knows no slow axis gives the sizes' product."""
+def with_nodes(axis_sizes: tuple[int, ...], config: KernelConfig, *, slow_axis: bool = True) -> KernelConfig:
+    """Returns `config`; where its `ranks_per_node` is None, with the number that the backend finds (`ranks_per_node`).
+
+    Args:
+      axis_sizes: sizes of the mesh axes of the operation. More than two count as one axis of all ranks.
+      slow_axis: False for an operation that knows no slow and fast axis: two count as one axis, too.
+    """
     if config.ranks_per_node is not None:
         return config
+    if len(axis_sizes) > 2 or not slow_axis:
+        axis_sizes = (math.prod(axis_sizes),)
     found = ranks_per_node(axis_sizes, config.backend)
     return config if found is None else dataclasses.replace(config, ranks_per_node=found)
 
