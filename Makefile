@@ -111,8 +111,8 @@ format: $(READY)  ## rewrite the sources as lint wants them
 	$(BIN)/ruff format .
 	$(if $(CPP_FILES),$(BIN)/clang-format -i $(CPP_FILES))
 
-picture: $(READY)  ## docs/images: the house, drawn from the real imports, and the charts of the result files
-	$(BIN)/python tools/draw_house.py
+picture: $(READY)  ## docs/images: the house, drawn from the real imports by graphviz, and the charts of the result files
+	$(BIN)/import-linter drawgraph xen_moe_jax | tred | dot -Tsvg -o docs/images/house.svg
 	$(BIN)/python tools/draw_charts.py
 
 types: $(READY)  ## mypy
