@@ -23,7 +23,6 @@ MODES = {
     "tpu-chip": ("benchmarks.tpu.chip", "times on TPUs, beside the counts of the same chip"),
     "tpu-layer": ("benchmarks.tpu.layer", "a compiled layer with its gradients for TPUs; no TPU needed"),
     "all-gather": ("benchmarks.ops.all_gather", "all_gather and all_gather_matmul beside JAX's own"),
-    "repeat": ("benchmarks.ops.repeat", "the CPU benchmark in several pinned processes"),
     "grouped-matmul": ("benchmarks.layers.grouped_matmul", "grouped matmuls for the experts of one rank"),
     "nnx-layer": ("benchmarks.layers.nnx_layer", "the NNX layer with its router and losses"),
     "train": ("benchmarks.layers.train", "training of a model with a billion parameters"),

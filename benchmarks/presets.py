@@ -49,7 +49,6 @@ PRESETS = {
     "tpu-chip": Preset("counted --generation v5e --cases low-latency", None),
     "tpu-layer": Preset("--topologies v5e:4x4 --matmuls ragged_dot", None),
     "all-gather": Preset("--ranks 2 --rows 4 --hidden 256 --matmul 16 64 128 --inner 2 --repeats 1", ""),
-    "repeat": Preset("--processes 1", None),
     "grouped-matmul": Preset(
         "--rows 96 --capacity 128 --hidden 128 --width 32 --experts 3 --inner 1 --repeats 1 --dtype float32 "
         "--only 'padded einsum'",

@@ -10,7 +10,6 @@ import argparse
 import json
 import pathlib
 import re
-import statistics
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -90,47 +89,6 @@ def file_tables(path: pathlib.Path) -> str:
     return "\n\n".join(parts)
 
 
-def spread(figures: list[float]) -> str:
-    """Median, and the smallest and the largest where there are several."""
-    if len(figures) == 1:
-        return f"{figures[0]:,.0f}"
-    return f"{statistics.median(figures):,.0f} ({min(figures):,.0f} to {max(figures):,.0f})"
-
-
-def cpu_table(paths: list[pathlib.Path]) -> str:
-    """Each file of the pattern is a machine: several processes of one command, one after the other. A program's figure
-    is the median over the processes of their medians; the ratio to ours is taken inside each process, where both ran
-    interleaved, and only its spread says whether one is faster."""
-    parts = []
-    for path in paths:
-        content = json.loads(path.read_text())
-        runs = content["runs"]
-        head = runs[0]["machine"]
-        names = dict.fromkeys((row["name"], row["operation"]) for row in runs[0]["results"])
-        parts += [
-            f"### {path.stem}\n",
-            f"{len(runs)} process{'es' * (len(runs) > 1)}, {content['pinned']}, {head['processor']}, load "
-            f"{min(r['machine']['load_average'][0] for r in runs):.1f} to "
-            f"{max(r['machine']['load_average'][0] for r in runs):.1f}; jax {runs[0]['versions']['jax']}; "
-            f"{runs[0]['time'][:10]}.\n",
-            f"`{content['command']}`\n",
-            "| program | operation | ms: median over processes (range) | against ours (range) |",
-            "|---|---|---:|---:|",
-        ]
-        for name, operation in names:
-            rows = [
-                row for run in runs for row in run["results"] if (row["name"], row["operation"]) == (name, operation)
-            ]
-            times = [row["us_median"] / 1e3 for row in rows]
-            ratios = [row["times_own"] for row in rows if "times_own" in row]
-            ratio = f"{statistics.median(ratios):.2f}x" if ratios else "-"
-            if len(ratios) > 1:
-                ratio += f" ({min(ratios):.2f} to {max(ratios):.2f})"
-            parts.append(f"| {name} | {operation} | {spread(times)} | {ratio} |")
-        parts.append("")
-    return "\n".join(parts)
-
-
 def jax_table(path: pathlib.Path) -> str:
     """The library beside untuned and tuned JAX, the end of every setting, and every round trip."""
     content = json.loads(path.read_text())
@@ -188,7 +146,6 @@ def ended_in_words(ended: str) -> str:
 def page() -> str:
     parts = [HEAD, "## GPU: beside JAX's own collectives, tuned\n"]
     parts += [jax_table(path) + "\n" for path in sorted(RESULTS.glob("jax_best_*.json"))]
-    parts += ["## CPU: several processes\n", cpu_table(sorted(RESULTS.glob("cpu_repeated_*.json")))]
     parts += ["## GPU: the suite\n", file_tables(RESULTS / "ops_h200x4.json") + "\n"]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
 
