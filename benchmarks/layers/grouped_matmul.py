@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import contextlib
 import functools
 import importlib.metadata
 import json
@@ -38,22 +37,15 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 OWN = "xen_moe_jax hopper"
 CANDIDATES = {  # name: (candidate to build, XLA flags)
     "ragged_dot": ("ragged_dot", ""),
-    "ragged_dot, XLA fusion": ("ragged_dot", "--xla_gpu_experimental_use_ragged_dot_fusion=true"),
     "ragged_dot, XLA grouped gemm": ("ragged_dot", "--xla_gpu_experimental_use_ragged_dot_grouped_gemm=true"),
     OWN: ("hopper", ""),
     "tokamax": ("tokamax", ""),
-    "tokamax triton": ("tokamax:triton", ""),
-    "tokamax mosaic": ("tokamax:mosaic", ""),
-    "tokamax mosaic, best tiles": ("tokamax tiles", ""),
-    "tokamax autotuned": ("tokamax autotuned", ""),
     "jax mosaic gpu": ("jax mosaic gpu", ""),
-    "transformer_engine": ("transformer_engine", ""),
     "padded einsum": ("padded einsum", ""),
     "one dense matmul": ("dense", ""),
     "torch grouped_mm (CUTLASS)": ("torch:grouped_mm", ""),
     "cuBLAS on four streams": ("torch:cublas", ""),
     "QuACK (CuTe DSL)": ("torch:quack", ""),
-    "cuDNN": ("torch:cudnn", ""),
 }
 PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0, "NVIDIA A100-SXM4-80GB": 312.0}
 """Dense bfloat16, from the data sheets."""
@@ -74,10 +66,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--inner", type=int, default=20, help="calls that are queued at once")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--limit", type=float, default=240, help="seconds that one candidate may take")
-    parser.add_argument("--tune", action="store_true", help="times every tiling of this library's kernels too")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--lock", help="file whose lock is held while measuring; default: one beside the JSON file")
-    parser.add_argument("--tiling", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--candidate", choices=CANDIDATES, help=argparse.SUPPRESS)  # set in the child processes
     options = parser.parse_args(arguments)
     options.capacity = options.capacity or options.rows
@@ -100,48 +90,29 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     options.json.parent.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"command": "python -m benchmarks grouped-matmul " + " ".join(given), "candidates": {}}
-    tasks: list[tuple[str, list[str]]] = [(name, []) for name in options.only]
-    if options.tune:
-        tasks += [(OWN, ["--tiling", str(number)]) for number in range(len(tilings()))]
     ends = time.monotonic() + options.seconds
 
-    def run(task: tuple[str, list[str]]) -> dict[str, Any]:
+    def run(name: str) -> dict[str, Any]:
         left = min(ends - time.monotonic(), options.limit)
-        return {"error": "no time was left"} if left <= 0 else run_child(*task, given, options, left)
+        return {"error": "no time was left"} if left <= 0 else run_child(name, given, options, left)
 
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        waiting = {pool.submit(run, task): task for task in tasks}
+        waiting = {pool.submit(run, name): name for name in options.only}
         for done in concurrent.futures.as_completed(waiting):
-            (name, more), result = waiting[done], done.result()
+            name, result = waiting[done], done.result()
             report |= result.pop("machine", {})
-            if more:
-                report.setdefault("tilings", {}).update(result.get("tiling", {str(more): result}))
-            else:
-                report["candidates"][name] = result
+            report["candidates"][name] = result
             options.json.write_text(json.dumps(report, indent=1))  # the results so far outlive a crash
             print(line(name, result), flush=True)
     return int(all("error" in result for result in report["candidates"].values()))
 
 
-def run_child(
-    name: str, more: list[str], given: list[str], options: argparse.Namespace, limit: float
-) -> dict[str, Any]:
-    part = options.json.with_suffix("." + re.sub(r"\W+", "_", name + "".join(more)))
+def run_child(name: str, given: list[str], options: argparse.Namespace, limit: float) -> dict[str, Any]:
+    part = options.json.with_suffix("." + re.sub(r"\W+", "_", name))
     part.unlink(missing_ok=True)
     flags = f"{os.environ.get('XLA_FLAGS', '')} {CANDIDATES[name][1]}".strip()
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        "grouped-matmul",
-        *given,
-        "--candidate",
-        name,
-        *more,
-        "--json",
-        str(part),
-    ]
+    command = [sys.executable, "-m", "benchmarks", "grouped-matmul", *given, "--candidate", name, "--json", str(part)]
     try:
         done = subprocess.run(
             bound(command), env=environment, stderr=subprocess.PIPE, text=True, timeout=limit, check=False
@@ -161,8 +132,6 @@ def run_child(
 def line(name: str, result: dict[str, Any]) -> str:
     if "error" in result:
         return f"{name:<30} {result['error'].splitlines()[-1][:300]}"
-    if "tiling" in result:
-        return "\n".join(f"{tiles}: {found}" for tiles, found in result["tiling"].items())
     times = {
         what: f"{entry['median_us']:.0f} us {entry['tflops']:.0f} TFLOP/s" for what, entry in result["times"].items()
     }
@@ -181,16 +150,13 @@ def run_candidate(options: argparse.Namespace) -> dict[str, Any]:
 
     machine = {
         "device": jax.devices()[0].device_kind,
-        "versions": {p: version(p) for p in ("jax", "jaxlib", "tokamax", "transformer-engine-jax")},
+        "versions": {p: version(p) for p in ("jax", "jaxlib", "tokamax")},
         "shape": {n: getattr(options, n) for n in ("rows", "capacity", "hidden", "width", "experts", "dtype")},
     }
     try:
-        if options.tiling is not None:
-            return {"machine": machine, "tiling": time_tiling(options)}
-        matmul, context = build(CANDIDATES[options.candidate][0], options)
-        with context:
-            result = {} if options.candidate == "one dense matmul" else check(matmul, options)
-            result["times"] = timed(matmul, options)
+        matmul = build(CANDIDATES[options.candidate][0], options)
+        result = {} if options.candidate == "one dense matmul" else check(matmul, options)
+        result["times"] = timed(matmul, options)
     except Exception as error:  # whatever a library raises is the candidate's result
         return {"machine": machine, "error": f"{type(error).__name__}: {error}"[:1500]}
     peak = PEAK_TFLOPS.get(machine["device"])
@@ -222,37 +188,25 @@ def version(package: str) -> str | None:
         return None
 
 
-def build(kind: str, options: argparse.Namespace) -> tuple[Callable[..., Any], contextlib.AbstractContextManager]:
-    """The candidate's `(rows, weights, group_sizes) -> rows`, and a context to compile and run it in."""
+def build(kind: str, options: argparse.Namespace) -> Callable[..., Any]:
+    """The candidate's `(rows, weights, group_sizes) -> rows`."""
     import jax
 
-    nothing = contextlib.nullcontext()
     if kind == "ragged_dot":
-        return jax.lax.ragged_dot, nothing
+        return jax.lax.ragged_dot
     if kind == "hopper":
         from xen_moe_jax.experts import hopper
 
-        return hopper.grouped_matmul, nothing
+        return hopper.grouped_matmul
     if kind == "dense":
-        return dense, nothing
-    if kind == "tokamax tiles":
-        return best_of(tokamax_tiles(), options), nothing
+        return dense
     if kind == "padded einsum":
-        return functools.partial(padded_einsum, room(options)), nothing
+        return functools.partial(padded_einsum, room(options))
     if kind == "jax mosaic gpu":
-        return best_of(mosaic_gpu_tiles(), options), nothing
-    if kind == "transformer_engine":
-        return transformer_engine(), nothing
+        return best_of(mosaic_gpu_tiles(), options)
     import tokamax
 
-    _, _, implementation = kind.partition(":")
-    if kind != "tokamax autotuned":
-        return functools.partial(tokamax.ragged_dot, implementation=implementation or None), nothing
-    rows, gate, down, sizes = operands(options)
-    result = tokamax.autotune(
-        jax.jit(jax.grad(loss_of(tokamax.ragged_dot), argnums=(0, 1))).lower(rows, (gate, gate, down), sizes)
-    )
-    return tokamax.ragged_dot, result
+    return tokamax.ragged_dot
 
 
 def group_sizes(options: argparse.Namespace) -> Any:
@@ -293,17 +247,6 @@ def experts(matmul: Callable[..., Any], rows: Any, weights: tuple[Any, Any, Any]
     if matmul is hopper.grouped_matmul:
         return matmul(hopper.activated(rows, (gate, up), sizes), down, sizes)
     return matmul(jax.nn.silu(matmul(rows, gate, sizes)) * matmul(rows, up, sizes), down, sizes)
-
-
-def loss_of(matmul: Callable[..., Any]) -> Callable[..., Any]:
-    import jax.numpy as jnp
-
-    def loss(rows: Any, weights: tuple[Any, Any, Any], sizes: Any) -> Any:
-        y = experts(matmul, rows, weights, sizes)
-        used = jnp.arange(y.shape[0])[:, None] < sizes.sum()
-        return jnp.sum(jnp.where(used, y, 0).astype(jnp.float32))
-
-    return loss
 
 
 def padded_einsum(places: int, rows: Any, weights: Any, sizes: Any) -> Any:
@@ -386,90 +329,6 @@ def mosaic_gpu_tiles() -> dict[str, Callable[..., Any]]:
 
     sizes = ((128, 128, 4, 4), (128, 128, 6, 1), (64, 256, 4, 2), (64, 128, 5, 4), (128, 128, 4, 12))
     return {str(size): of(*size) for size in sizes}
-
-
-def tokamax_tiles() -> dict[str, Callable[..., Any]]:
-    """tokamax's Hopper kernels with the tilings that its own tables have for such shapes, and a few more."""
-    from tokamax._src.ops.ragged_dot import base, pallas_mosaic_gpu, pallas_mosaic_gpu_common
-
-    def of(config: dict[str, Any]) -> Callable[..., Any]:
-        config = {"split_k": 1} | config
-        op = pallas_mosaic_gpu.PallasMosaicGpuRaggedDot
-        tiles = pallas_mosaic_gpu_common.Config(**config)
-        # its contraction over rows gives NaN with larger tiles: its own default
-        vjp = functools.partial(base.vjp, dlhs_ragged_dot=op(config=tiles), drhs_ragged_dot=op())
-        return lambda r, w, s: op(config=tiles, vjp=vjp)(r, w, group_sizes=s)
-
-    shapes = [
-        {"block_m": 128, "block_n": 64, "block_k": 128, "num_stages": 4, "grid_tile_width": 8},
-        {"block_m": 128, "block_n": 64, "block_k": 128, "num_stages": 4, "persistent": False, "grid_minor_dim": 0},
-        {"block_m": 128, "block_n": 128, "block_k": 64, "num_stages": 4, "grid_tile_width": 8},
-        {"block_m": 128, "block_n": 128, "block_k": 64, "num_stages": 4, "persistent": False, "grid_tile_width": 4},
-        {"block_m": 64, "block_n": 256, "block_k": 64, "num_stages": 4, "grid_tile_width": 2},
-    ]
-    return {str(shape): of(shape) for shape in shapes}
-
-
-def tilings() -> list[Any]:
-    """Programs of this library's kernels, to be timed one by one."""
-    from xen_moe_jax.pallas_kernels.hopper.tiles import Tiles
-
-    return [
-        Tiles(),
-        Tiles(m=256, n=128),
-        Tiles(split="n"),
-        Tiles(stages=3),
-        Tiles(n=128, stages=6),
-        Tiles(k=128, stages=2),
-        Tiles(m=64, split="n"),
-        Tiles(m=64, n=128, stages=8, split="n"),
-    ]
-
-
-def time_tiling(options: argparse.Namespace) -> dict[str, Any]:
-    """TFLOP/s of one tiling of this library's kernels, by kernel and operands."""
-    import jax
-
-    from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
-    from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights
-
-    tiles = tilings()[options.tiling]
-    rows, gate, down, sizes = operands(options)
-    wide, narrow = rows.at[options.rows :].set(0), rows[:, : options.width].at[options.rows :].set(0)
-    as_they_lie = functools.partial(rows_by_weights, transposed=False, tiles=tiles)
-    transposed = functools.partial(rows_by_weights, transposed=True, tiles=tiles)
-    contraction = functools.partial(rows_by_rows, tiles=tiles)
-    kernels = {
-        "rows x gate": (as_they_lie, wide, gate),
-        "rows x down": (as_they_lie, narrow, down),
-        "rows x gate transposed": (transposed, narrow, gate),
-        "rows x down transposed": (transposed, wide, down),
-        "gradient of gate": (contraction, wide, narrow),
-        "gradient of down": (contraction, narrow, wide),
-    }
-    found: dict[str, Any] = {}
-    programs = {}
-    for name, (kernel, given, other) in kernels.items():
-        try:
-            programs[name] = jax.jit(kernel).lower(given, other, sizes).compile()
-        except Exception as error:  # a tiling that does not fit is a result too
-            found[name] = f"{type(error).__name__}: {str(error)[:200]}"
-    work = 2 * options.rows * options.hidden * options.width
-    with turns.alone(options.lock):
-        for name, program in programs.items():
-            taken = min(turns.queued(program, (*kernels[name][1:], sizes), options.inner, options.repeats))
-            found[name] = round(work / taken / 1e6, 1)
-            print(f"  {tiles} {name}: {taken:.0f} us, {found[name]} TFLOP/s", file=sys.stderr, flush=True)
-    return {str(tiles): found}
-
-
-def transformer_engine() -> Callable[..., Any]:
-    from transformer_engine.jax.dense import grouped_dense
-
-    def matmul(rows: Any, weights: Any, sizes: Any) -> Any:
-        return grouped_dense(rows, weights, sizes, contracting_dims=((1,), (1,)))
-
-    return matmul
 
 
 def check(matmul: Callable[..., Any], options: argparse.Namespace) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Grouped matmuls that are called from PyTorch, for `grouped_matmul.py`: the speed of kernels that JAX cannot call.
 
 Each of `KERNELS` makes three functions of one shape: rows by weights, rows by transposed weights, and the contraction
-of rows by rows that is the gradient of the weights; None where it has none. Weights have the layout that each kernel
-needs; the cost of transposing them in a training step is not in the times. Only single matmuls are timed: the experts
-around them would be PyTorch's.
+of rows by rows that is the gradient of the weights. Weights have the layout that each kernel needs; the cost of
+transposing them in a training step is not in the times. Only single matmuls are timed: the experts around them would be
+PyTorch's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.lib import turns
 
-PACKAGES = ("torch", "quack-kernels", "nvidia-cutlass-dsl", "nvidia-cudnn-frontend", "nvidia-cudnn-cu13")
+PACKAGES = ("torch", "quack-kernels", "nvidia-cutlass-dsl")
 STREAMS = 4
 QUACK_TILES = ((128, 192, True), (128, 256, False), (256, 128, False), (256, 192, False))
 """(rows, columns, ping-pong), for clusters of two thread blocks along the rows: of QuACK's own list for Hopper."""
@@ -32,7 +32,7 @@ class Matmuls:
 
     by_weights: Callable[[Any, Any], Any]
     transposed: Callable[[Any, Any], Any]
-    contraction: Callable[[Any, Any], Any] | None
+    contraction: Callable[[Any, Any], Any]
 
 
 def grouped_mm(sizes: Any, lock: str) -> Matmuls:
@@ -126,39 +126,10 @@ def fastest(configs: list[Any], run: Callable[[Any], Any], lock: str) -> Any:
     return min(taken, key=lambda config: taken[config])
 
 
-def cudnn(sizes: Any, lock: str) -> Matmuls:
-    """cuDNN's grouped matmul, by its own front end; its gradient of weights needs cuDNN 9.22, and is left out."""
-    import torch
-
-    try:
-        from cudnn.gemm.ops.moe_grouped_matmul import moe_grouped_matmul
-    except ImportError:  # where releases before 1.24 have it
-        from cudnn.experimental.ops.moe_grouped_matmul import moe_grouped_matmul
-
-    ends = torch.nn.functional.pad(torch.cumsum(sizes, 0), (1, 0)).to(torch.int32)
-    turned: dict[Any, Any] = {}
-
-    def by(rows: Any, weights: Any) -> Any:
-        # it wants the summed dimension of the weights to lie together in memory
-        key = (weights.data_ptr(), weights.stride())
-        if key not in turned:
-            turned[key] = weights if weights.stride(1) == 1 else weights.mT.contiguous().mT
-        failed = []
-        for offsets in (ends, ends[:-1]):  # releases differ in whether the end of the last group is given
-            try:
-                return moe_grouped_matmul(rows[None], turned[key], offsets.reshape(-1, 1, 1))[0]
-            except Exception as error:
-                failed.append(f"{tuple(offsets.shape)} offsets: {error}")
-        raise RuntimeError("; ".join(failed))
-
-    return Matmuls(by, lambda rows, weights: by(rows, weights.mT), None)
-
-
 KERNELS: dict[str, Callable[[Any, str], Matmuls]] = {
     "grouped_mm": grouped_mm,
     "cublas": cublas_streams,
     "quack": quack,
-    "cudnn": cudnn,
 }
 
 
@@ -204,10 +175,8 @@ def measure(kind: str, options: argparse.Namespace, group_sizes: Any) -> dict[st
     programs: dict[str, Callable[[], Any]] = {
         "gate": lambda: matmuls.by_weights(rows, gate),
         "gradient of rows": lambda: matmuls.transposed(cotangent, gate),
+        "gradient of weights": lambda: matmuls.contraction(rows, cotangent),
     }
-    contraction = matmuls.contraction
-    if contraction is not None:
-        programs["gradient of weights"] = lambda: contraction(rows, cotangent)
     errors = {what: error_of(what, run(), rows, cotangent, gate, sizes) for what, run in programs.items()}
     wrong = {what: error for what, error in errors.items() if not error < 0.02}
     if wrong:
