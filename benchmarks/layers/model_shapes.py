@@ -10,9 +10,8 @@ A GPU under this load is limited by its power, and the first milliseconds are up
 is that of calls queued one after the other when as many have run before. This library and torch take turns, and the
 table has the medians of `ROUNDS` such times.
 
-Every model has a process of its own, which compiles while others do, and all processes measure one after the other.
-With `--variants` the same experts are measured with other tiles as well (`VARIANTS`). The JSON file is written after
-every line.
+Every model has a process of its own, which compiles while others do, and all processes measure one after the other. The
+JSON file is written after every line.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 WARM_SECONDS, SECONDS, ROUNDS = 0.04, 0.05, 3
 MODELS: dict[str, tuple[int, int, int, int, str, bool]] = {
@@ -50,8 +48,6 @@ MODELS: dict[str, tuple[int, int, int, int, str, bool]] = {
     "Kimi K2, 32 experts": (7168, 2048, 32, 16384, "swiglu", False),
     "Llama 4 Scout": (5120, 8192, 8, 8192, "swiglu", False),
 }
-VARIANTS = ("row by row",)
-"""Tiles without bands."""
 PARTS = ("gate and up", "down", "forward and backward")
 MATMULS = {"gate and up": 2, "down": 1, "forward and backward": 9}
 
@@ -79,35 +75,7 @@ def steady_us(call: Callable[[], Any], wait: Callable[[Any], None]) -> float:
     return each * 1e6
 
 
-@contextlib.contextmanager
-def tiles_of(variant: str | None) -> Iterator[None]:
-    """Chooses the tiles of a variant for the programs that are traced in this context."""
-    from xen_moe_jax.experts import hopper
-
-    if variant is None:
-        yield
-        return
-    changes: dict[str, dict[str, Any]] = {"row by row": {"BAND": 1}}
-    with mock.patch.multiple(hopper, **changes[variant]):
-        yield
-
-
-def differs(name: str, variant: str) -> bool:
-    """True if the variant has other tiles for a model's matmuls."""
-    from xen_moe_jax.experts import hopper
-
-    hidden, width, experts, rows, _, _ = MODELS[name]
-
-    def plans() -> list[Any]:
-        first, second = hopper.plan(hidden, width, rows, experts), hopper.plan(width, hidden, rows, experts)
-        return [first.gated, first.rows, first.weights, second.forward, second.rows, second.weights]
-
-    usual = plans()
-    with tiles_of(variant):
-        return plans() != usual
-
-
-def ours(name: str, variant: str | None) -> Callable[[], dict[str, float]]:
+def ours(name: str) -> Callable[[], dict[str, float]]:
     """Compiles a model's experts. The result measures them, in us."""
     import jax
     import jax.numpy as jnp
@@ -150,10 +118,9 @@ def ours(name: str, variant: str | None) -> Callable[[], dict[str, float]]:
         "down": (second, (inner, down, biases, sizes)),
         "forward and backward": (both, (x, projections, down, biases, sizes)),
     }
-    with tiles_of(variant):
-        compiled: dict[str, Any] = {
-            part: jax.jit(program).lower(*shapes).compile() for part, (program, shapes) in given.items()
-        }
+    compiled: dict[str, Any] = {
+        part: jax.jit(program).lower(*shapes).compile() for part, (program, shapes) in given.items()
+    }
 
     @functools.cache
     def operands() -> dict[str, tuple[Any, ...]]:
@@ -201,10 +168,10 @@ def torch_times(name: str) -> dict[str, float]:
     return dict(zip(PARTS, (projections[0], down[0], projections[1] + down[1]), strict=True))
 
 
-def serve(name: str | None, variant: str | None) -> None:
+def serve(name: str | None) -> None:
     """Compiles this library's experts of a model, says so, and measures them for each line read; without a name
     measures torch's matmuls of the model that a line names."""
-    compiled = None if name is None else ours(name, variant)
+    compiled = None if name is None else ours(name)
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(torch_times(line.strip()) if compiled is None else compiled()), flush=True)
@@ -213,11 +180,10 @@ def serve(name: str | None, variant: str | None) -> None:
 class Side:
     """A process that `serve`s."""
 
-    def __init__(self, name: str | None = None, variant: str | None = None) -> None:
-        self.name, self.variant = name, variant
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name
         command = [sys.executable, __file__, "--serve"]
         command += ["--only", name] if name else []
-        command += ["--variant", variant] if variant else []
         # the processes share the GPU's memory, and none takes it all beforehand
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         pipe = subprocess.PIPE
@@ -266,38 +232,29 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     lines = [f"| model, TFLOP/s | {' | torch | '.join(PARTS)} | torch |", "|---|" + "---:|" * 2 * len(PARTS)]
     for row in rows:
         cells = [str(row.get(side, {}).get(part, "")) for part in PARTS for side in ("TFLOP/s", "torch, TFLOP/s")]
-        lines.append(f"| {named(row)} | {' | '.join(cells)} |")
+        lines.append(f"| {row['model']} | {' | '.join(cells)} |")
     return lines
 
 
-def named(row: dict[str, Any]) -> str:
-    return row["model"] + (f" ({row['variant']})" if row["variant"] else "")
-
-
-def compare(names: list[str], variants: bool, write: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
-    """Measures the models one after the other, then their variants; calls `write` with all rows after each one."""
-    waves: list[list[tuple[str, str | None]]] = [[(name, None) for name in names]]
-    if variants:
-        waves.append([(name, variant) for variant in VARIANTS for name in names if differs(name, variant)])
+def compare(names: list[str], write: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
+    """Measures the models one after the other; calls `write` with all rows after each one."""
     rows: list[dict[str, Any]] = []
-    with Side() as theirs:
-        for wave in waves:
-            with contextlib.ExitStack() as running:
-                sides = [running.enter_context(Side(*case)) for case in wave]
-                for side in (*sides, theirs):  # nothing else uses the cores or the GPU while one process measures
-                    side.ready()
-                for side in sides:
-                    rows.append(measured(side, theirs))
-                    print(f"{named(rows[-1])}: {rows[-1]}", file=sys.stderr, flush=True)
-                    write(rows)
+    with contextlib.ExitStack() as running:
+        theirs, *sides = [running.enter_context(Side(name)) for name in (None, *names)]
+        for side in (*sides, theirs):  # nothing else uses the cores or the GPU while one process measures
+            side.ready()
+        for side in sides:
+            rows.append(measured(side, theirs))
+            print(f"{rows[-1]['model']}: {rows[-1]}", file=sys.stderr, flush=True)
+            write(rows)
     return rows
 
 
 def measured(side: Side, theirs: Side) -> dict[str, Any]:
-    """The row of a model: this library's times, and torch's unless it is a variant."""
+    """The row of a model: this library's times, and torch's."""
     assert side.name is not None
-    row: dict[str, Any] = {"model": side.name, "variant": side.variant}
-    sides = {"": side} | ({"torch, ": theirs} if side.variant is None else {})
+    row: dict[str, Any] = {"model": side.name}
+    sides = {"": side, "torch, ": theirs}
     rounds: list[dict[str, dict[str, float] | None]] = []
     for _ in range(ROUNDS):
         rounds.append({key: one.measured(side.name) for key, one in sides.items()})
@@ -322,12 +279,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--only", nargs="+", choices=MODELS, default=None, metavar="MODEL")
-    parser.add_argument("--variants", action="store_true", help=f"measure other tiles too: {VARIANTS}")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)  # in the processes of `Side`
-    parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        serve(options.only[0] if options.only else None, options.variant)
+        serve(options.only[0] if options.only else None)
         return 0
     found: dict[str, Any] = {
         "command": "python " + " ".join(sys.argv),
@@ -340,7 +295,7 @@ def main() -> int:
             kept = json.loads(options.json.read_text()) if options.json.exists() else {}
             options.json.write_text(json.dumps(kept | found | {"rows": rows}, indent=1) + "\n")
 
-    rows = compare(options.only or list(MODELS), options.variants, write)
+    rows = compare(options.only or list(MODELS), write)
     print("\n".join(table(rows)))
     return int(not all("us" in row for row in rows))
 
