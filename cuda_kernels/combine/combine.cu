@@ -2,6 +2,7 @@
 // that they compile side by side.
 #include <type_traits>
 
+#include "cuda_kernels/combine/alone.cuh"
 #include "cuda_kernels/combine/combine.cuh"
 #include "cuda_kernels/combine/home.cuh"
 
@@ -57,6 +58,9 @@ int LaunchByHome(const CombineParams& p, cudaStream_t stream) {
 template <class Y>
 int LaunchCombineOf(const CombineParams& p, cudaStream_t stream) {
   if (p.by_home) return LaunchByHome<Y>(p, stream);
+  if constexpr (!kLargeGroups) {
+    if (RunsAlone(p)) return LaunchAloneCombine<Y>(p, stream);
+  }
   switch (p.wire) {
     case WireType::kNative:
       return LaunchWire<Y, WireType::kNative>(p, stream);
@@ -72,6 +76,7 @@ template <class Y>
 int PreloadCombineOf() {
   if constexpr (!kLargeGroups) {
     if (int e = LoadKernel(HomeCombineKernel<Y>, RingBytes<Y, false>())) return e;
+    if (int e = LoadKernel(AloneCombineKernel<Y>)) return e;
   }
   if (int e = PreloadWire<Y, WireType::kNative>()) return e;
   if (int e = PreloadWire<Y, WireType::kFp8>()) return e;

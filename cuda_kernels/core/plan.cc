@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda_kernels/core/alone.h"
 #include "cuda_kernels/core/params.h"
 #include "cuda_kernels/dispatch/layout_plan.h"
 #include "cuda_kernels/low_latency/ll128_plan.h"
@@ -180,7 +181,7 @@ void Describe(DispatchParams* p, bool scaled, uint32_t dtype, uint32_t site) {
                          (p->schedule.low_latency ? kDescribedLowLatency : 0);
   const Operation operation = p->known_positions ? Operation::kRedispatch : Operation::kDispatch;
   Complete(&p->call, DescribeRouting(operation, p->routing, p->schedule, p->staging, p->wire, flags, dtype, site),
-           NeedsOf(p->routing, p->schedule, p->staging));
+           RunsAlone(*p, scaled) ? Needs{} : NeedsOf(p->routing, p->schedule, p->staging));
 }
 
 void Describe(CombineParams* p, bool weighted, uint32_t dtype, uint32_t site) {
@@ -188,7 +189,7 @@ void Describe(CombineParams* p, bool weighted, uint32_t dtype, uint32_t site) {
                          (p->schedule.low_latency ? kDescribedLowLatency : 0) | (p->by_home ? kDescribedByHome : 0);
   Complete(&p->call,
            DescribeRouting(Operation::kCombine, p->routing, p->schedule, p->staging, p->wire, flags, dtype, site),
-           {p->staging.flag_bytes, p->staging.data_bytes, 0});
+           RunsAlone(*p) ? Needs{} : Needs{p->staging.flag_bytes, p->staging.data_bytes, 0});
 }
 
 void Describe(ExchangeParams* p, bool ragged, uint32_t dtype, uint32_t site) {

@@ -1,4 +1,5 @@
 // Dispatch of rows that travel unchanged. The vector is as wide as the row's byte count allows.
+#include "cuda_kernels/dispatch/alone.cuh"
 #include "cuda_kernels/dispatch/bulk_place.cuh"
 #include "cuda_kernels/dispatch/dispatch.cuh"
 
@@ -22,6 +23,7 @@ bool HasBulkCopies() {
 }  // namespace
 
 int LaunchCopyDispatch(const DispatchParams& p, cudaStream_t stream) {
+  if (RunsAlone(p, p.scales != nullptr)) return LaunchAloneDispatch(p, stream);
   const int64_t row_bytes = static_cast<int64_t>(p.routing.hidden) * ElementBytes(p.element);
   if (row_bytes % 16 == 0 && p.schedule.bulk && HasBulkCopies()) {
     return LaunchWith<BulkCodec>(p, stream, kBulkDispatchBytes);
@@ -33,6 +35,7 @@ int LaunchCopyDispatch(const DispatchParams& p, cudaStream_t stream) {
 }
 
 int PreloadCopyDispatch() {
+  if (int e = LoadKernel(AloneDispatchKernel, kLayoutSharedBytes)) return e;
   if (int e = Preload<CopyCodec<int4>>()) return e;
   if (int e = Preload<CopyCodec<unsigned int>>()) return e;
   if (int e = Preload<CopyCodec<unsigned short>>()) return e;
