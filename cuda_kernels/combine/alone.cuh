@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kAloneThreads, 1) AloneCombineKernel(const __g
   constexpr int kRows = 16 / sizeof(Y);
   const Routing& r = p.routing;
   if (threadIdx.x == 0) ShowBegin(p.call);
-  const uint64_t failure = LoadRelaxedSystem(&p.call.mailbox->failure);
+  const bool failed = LoadRelaxedSystem(&p.call.mailbox->failure) != 0;
   const bool moves = p.call.active == nullptr || p.call.active[0];
   const uint32_t octets = r.hidden / kOctet, items = r.tokens * octets;
   for (uint32_t item = blockIdx.x * kAloneThreads + threadIdx.x; item < items; item += gridDim.x * kAloneThreads) {
@@ -56,10 +56,9 @@ __global__ void __launch_bounds__(kAloneThreads, 1) AloneCombineKernel(const __g
     }
     Octet total{};
     Add(total, Widen(Narrow<Y>(sum)));
-    StoreOctet(static_cast<Y*>(p.out) + static_cast<int64_t>(token) * r.hidden, e, r.hidden, true, Narrow<Y>(total));
-  }
-  if (__syncthreads_or(failure != 0)) {
-    FillBytes(p.out, static_cast<uint64_t>(r.tokens) * r.hidden * sizeof(Y), kPoison, blockIdx.x, gridDim.x);
+    RawOctet<Y> out = Narrow<Y>(total);
+    if (failed) memset(&out, kPoison, sizeof(out));
+    StoreOctet(static_cast<Y*>(p.out) + static_cast<int64_t>(token) * r.hidden, e, r.hidden, true, out);
   }
 }
 

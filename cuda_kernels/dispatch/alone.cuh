@@ -57,7 +57,7 @@ static __global__ void __launch_bounds__(kThreads) AloneDispatchKernel(const __g
   const int expert = slot < slots ? p.topk_idx[slot] : -1;
   const int column = moves ? LocalExpert(expert, r) : -1;
   for (int i = threadIdx.x; i < (2 + kWarps) * columns; i += kThreads) dynamic[i] = 0;
-  __syncthreads();
+  if (__syncthreads_or(failure != 0)) return PoisonDispatch(p, blockIdx.x, gridDim.x);
   const uint32_t same = __match_any_sync(0xFFFFFFFFu, column);
   const int ahead = __popc(same & ((1u << lane) - 1));
   if (column >= 0 && ahead == 0) of_warps[warp * columns + column] = __popc(same);
@@ -85,7 +85,6 @@ static __global__ void __launch_bounds__(kThreads) AloneDispatchKernel(const __g
     for (int i = threadIdx.x; i < columns; i += kThreads) p.recv_counts[i] = scratch.totals[i];
   }
   ZeroPadding(p, scratch, starts, blockIdx.x, gridDim.x);
-  if (__syncthreads_or(failure != 0)) PoisonDispatch(p, blockIdx.x, gridDim.x);
 }
 
 inline int LaunchAloneDispatch(const DispatchParams& p, cudaStream_t stream) {
