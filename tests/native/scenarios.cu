@@ -672,6 +672,7 @@ const std::vector<Scenario>& Scenarios() {
       {"wide", Wide, 60},       {"leaver", Leaver, 60},
       {"rings", Rings, 60},     {"random", Random, 60},
       {"unmet", Unmet, 60},     {"balance", Balance, 60},
+      {"alone", Alone, 60},
   };
   return all;
 }

@@ -22,6 +22,8 @@ struct Scenario {
 
 const std::vector<Scenario>& Scenarios();
 
+// The only rank of a group: alone.cu.
+std::string Alone(const Options& options);
 // Combines by home and moved weights: balance.cu.
 std::string Balance(const Options& options);
 // Inactive ranks: members.cu.

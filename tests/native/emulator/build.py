@@ -26,7 +26,7 @@ FOLDERS = (p.name for p in (ROOT / "cuda_kernels").iterdir() if p.is_dir() and p
 FOLDERS = (*(f"cuda_kernels/{name}" for name in FOLDERS), "cuda_kernels")
 FOLDERS += ("tests/native", "tests/native/nodes")
 PROGRAMS = {
-    "harness": ("harness.cu", "scenarios.cu", "balance.cu", "members.cu", "rings.cu", "wide.cu"),
+    "harness": ("harness.cu", "scenarios.cu", "alone.cu", "balance.cu", "members.cu", "rings.cu", "wide.cu"),
     "network_test": ("nodes/network_test.cu", "nodes/network.cc"),
     "nodes": ("nodes/nodes.cu", "nodes/network.cc"),
     "nodes_ranks256": ("nodes/nodes.cu", "nodes/network.cc"),

@@ -1,0 +1,43 @@
+// Operations of the only rank of a group, which have kernels of their own (cuda_kernels/core/alone.h): dispatches of
+// tokens' numbers, and combines. In a group that has failed their results are poisoned.
+#include <random>
+#include <string>
+
+#include "tests/native/expectations.h"
+
+namespace native {
+
+std::string Alone(const Options& o) {
+  World world(1, 1);
+  std::mt19937 rng(o.seed);
+  std::vector<std::vector<Prepared*>> pool;
+  for (int kind = 0; kind < 36; ++kind) {
+    Problem p;
+    p.seed = static_cast<uint32_t>(rng()), p.ranks = 1, p.top_k = 1 + static_cast<int>(rng() % 20);
+    p.tokens = 1 + static_cast<int>(rng() % (900 / p.top_k)), p.experts = 1 + static_cast<int>(rng() % 70);
+    p.operation = kind % 2 ? Operation::kCombine : Operation::kDispatch;
+    p.layout = static_cast<Layout>(kind / 2 % 3 == 1 && kind % 2 ? 1 : kind / 2 % 3 == 2 ? 2 : 0);
+    p.element = kind % 2 ? static_cast<Element>(kind / 2 % 3) : Element::kF32, p.hidden = kind % 2 ? 8 * (kind + 1) : 4;
+    p.weighted = p.layout != Layout::kRanked && kind % 8 != 3, p.alignment = kind % 12 == 0 ? 16 : 1;
+    const int rows = p.tokens * (p.layout == Layout::kRanked ? 1 : p.top_k) + p.experts * (p.alignment - 1);
+    p.capacity = p.layout == Layout::kPadded ? p.experts * p.tokens : kind % 5 == 3 ? std::max(1, rows / 2) : rows;
+    p.blocks = std::min(12, MostBlocks(o)), p.push_blocks = 2;
+    if (kind % 9 == 7) p.members.reset(0);
+    pool.push_back(world.AddAll(p, 20 * o.patience));
+    const Needs& needs = pool.back()[0]->needs();
+    Expect(needs.flag_bytes + needs.data_bytes + needs.scratch_bytes == 0, Text("problem %d needs memory", kind));
+  }
+  const int64_t calls = std::min<int64_t>(o.calls, 20000);
+  world.Start(Largest(pool));
+  RunRandom(world, pool, o, calls, true);
+  ExpectNoFailure(world);
+  ExpectRight(world, "some of the calls");
+  const uint64_t failure = 1;
+  NATIVE_CHECK(cudaMemcpy(&world.states[0].mailbox->failure, &failure, 8, cudaMemcpyHostToDevice));
+  for (const auto& ranks : pool) ranks[0]->LaunchAndVerify(world.states[0].stream[0], true);
+  world.Synchronize();
+  ExpectRight(world, "results of a failed group");
+  return Text("%zu problems, %lld calls", pool.size(), static_cast<long long>(calls));
+}
+
+}  // namespace native
