@@ -1,13 +1,16 @@
 // Which operations of a group of one rank have kernels of their own (dispatch/alone.cuh, combine/alone.cuh).
 //
 // They wait for nothing, and no rank waits for them. So they leave the channel, its epoch and the staging memory alone,
-// need no memory of it, and may run beside any other operation. Plain data: the host plans with it too.
+// and may run beside any other operation. Plain data: the host plans with it too.
 #pragma once
 
 #include "cuda_kernels/dispatch/layout_plan.h"
 
 namespace xen_moe {
 
+// What they need of a generation: nothing, but a workspace makes its mailbox and the other memory that never moves when
+// an operation needs any memory.
+constexpr Needs kAloneNeeds{FlagAndLineBytes(0, 1), 256, 0};
 // Most slots of such a dispatch: each of its blocks counts all of them.
 constexpr int kAloneSlots = 1 << 16;
 

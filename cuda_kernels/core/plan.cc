@@ -181,7 +181,7 @@ void Describe(DispatchParams* p, bool scaled, uint32_t dtype, uint32_t site) {
                          (p->schedule.low_latency ? kDescribedLowLatency : 0);
   const Operation operation = p->known_positions ? Operation::kRedispatch : Operation::kDispatch;
   Complete(&p->call, DescribeRouting(operation, p->routing, p->schedule, p->staging, p->wire, flags, dtype, site),
-           RunsAlone(*p, scaled) ? Needs{} : NeedsOf(p->routing, p->schedule, p->staging));
+           RunsAlone(*p, scaled) ? kAloneNeeds : NeedsOf(p->routing, p->schedule, p->staging));
 }
 
 void Describe(CombineParams* p, bool weighted, uint32_t dtype, uint32_t site) {
@@ -189,7 +189,7 @@ void Describe(CombineParams* p, bool weighted, uint32_t dtype, uint32_t site) {
                          (p->schedule.low_latency ? kDescribedLowLatency : 0) | (p->by_home ? kDescribedByHome : 0);
   Complete(&p->call,
            DescribeRouting(Operation::kCombine, p->routing, p->schedule, p->staging, p->wire, flags, dtype, site),
-           RunsAlone(*p) ? Needs{} : Needs{p->staging.flag_bytes, p->staging.data_bytes, 0});
+           RunsAlone(*p) ? kAloneNeeds : Needs{p->staging.flag_bytes, p->staging.data_bytes, 0});
 }
 
 void Describe(ExchangeParams* p, bool ragged, uint32_t dtype, uint32_t site) {
