@@ -10,7 +10,7 @@ namespace xen_moe {
 
 // What they need of a generation: nothing, but a workspace makes its mailbox and the other memory that never moves when
 // an operation needs any memory.
-constexpr Needs kAloneNeeds{FlagAndLineBytes(0, 1), 256, 0};
+constexpr Needs kAloneNeeds{256, 256, 0};
 // Most slots of such a dispatch: each of its blocks counts all of them.
 constexpr int kAloneSlots = 1 << 16;
 
