@@ -60,16 +60,26 @@ def whole_numbers(rng, *shape):
     return rng.integers(-2, 3, shape).astype(np.float32)
 
 
-def launch():
-    return Launch(1, interpret=pltpu.InterpretParams(detect_races=True))
+def launch(mode):
+    return Launch(1, interpret=pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True))
+
+
+def rounded(values, dtype):
+    """Float32 values rounded to `dtype`, as float32."""
+    return np.asarray(jnp.asarray(values, dtype), np.float32)
+
+
+def assert_values(found, expected, dtype, name):
+    assert found.dtype == dtype
+    assert_bits(np.asarray(found, np.float32), rounded(expected, dtype), name)
 
 
 STEPS = {"two steps": Tiles(256, 128, 128, 64), "one step": Tiles(128, 128, 256, 32)}
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(("name", "dtype", "mode"), interpreter.in_turn(SIZES, 1))
 @pytest.mark.parametrize("steps", STEPS)
-def test_cotangents_times_transposed_weights(name, steps):
+def test_cotangents_times_transposed_weights(steps, name, dtype, mode):
     """Two pairs are added up; a width that tiles do not divide; what lies past the last group is zero."""
     rng, sizes, width = np.random.default_rng(0), SIZES[name], 200
     cotangents = [whole_numbers(rng, ROWS, DEPTH) for _ in range(2)]
@@ -80,11 +90,13 @@ def test_cotangents_times_transposed_weights(name, steps):
             expected[end - size : end] += cotangent[end - size : end] @ weight[e].T
     for cotangent in cotangents:
         cotangent[sum(sizes) :] = np.nan
-    out = jax.jit(functools.partial(grouped_transposed, tiles=STEPS[steps], launch=launch()))(
-        [jnp.asarray(a) for a in cotangents], [jnp.asarray(w) for w in weights], jnp.asarray(sizes, jnp.int32)
+    out = jax.jit(functools.partial(grouped_transposed, tiles=STEPS[steps], launch=launch(mode)))(
+        [jnp.asarray(a, dtype) for a in cotangents],
+        [jnp.asarray(w, dtype) for w in weights],
+        jnp.asarray(sizes, jnp.int32),
     )
     assert not interpreter.races_found(out)
-    assert_bits(np.asarray(out), expected, name)
+    assert_values(out, expected, dtype, name)
 
 
 @pytest.mark.parametrize(("tile", "piece", "apart"), [(256, 64, 16), (512, 128, 32), (128, 128, 128), (128, 32, 16)])
@@ -102,9 +114,9 @@ def test_pieces_have_the_rows_of_an_expert_and_few_more(tile, piece, apart):
     assert (size == least).all() and set(more) == set(range(len(longer)))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "dtype", "mode"), interpreter.in_turn(KINDS, 1))
 @pytest.mark.parametrize("steps", STEPS)
-def test_products_and_their_activation(name, steps):
+def test_products_and_their_activation(steps, name, dtype, mode):
     """Rows past the last group reach no row of a group; a width that tiles do not divide."""
     rng, sizes, width = np.random.default_rng(3), SIZES[name], 200
     used = sum(sizes)
@@ -113,24 +125,25 @@ def test_products_and_their_activation(name, steps):
     group = np.repeat(np.arange(len(sizes)), sizes)
     expected = [np.einsum("ca,cab->cb", rows[:used], weight[group]) for weight in weights]
     rows[used:] = np.nan
-    given = jax.tree.map(jnp.asarray, (rows, weights, np.asarray(sizes, np.int32)))
-    run = functools.partial(grouped_products, activation=Activation("relu2"), tiles=STEPS[steps], launch=launch())
+    given = jnp.asarray(rows, dtype), [jnp.asarray(w, dtype) for w in weights], jnp.asarray(sizes, jnp.int32)
+    run = functools.partial(grouped_products, activation=Activation("relu2"), tiles=STEPS[steps], launch=launch(mode))
     one, *_ = jax.jit(lambda rows, weights, sizes: run(rows, weights[1:], sizes, keep=False))(*given)
-    assert_bits(np.asarray(one)[:used], np.square(np.maximum(expected[1], 0)), name)
-    both = jax.jit(functools.partial(grouped_products, tiles=STEPS[steps], launch=launch()))(*given)
+    assert not interpreter.races_found(one)
+    assert_values(one[:used], np.square(np.maximum(rounded(expected[1], dtype), 0)), dtype, name)
+    both = jax.jit(functools.partial(grouped_products, tiles=STEPS[steps], launch=launch(mode)))(*given)
     assert not interpreter.races_found(both)
     for value, wanted in zip(both, expected, strict=True):
-        assert_bits(np.asarray(value)[:used], wanted, name)
+        assert_values(value[:used], wanted, dtype, name)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_products_in_halves_are_products(name):
+@pytest.mark.parametrize(("name", "mode"), list(zip(KINDS, ("on_wait", "eager", "eager"), strict=True)))
+def test_products_in_halves_are_products(name, mode):
     """Sums of more than 256 are not whole numbers in bfloat16: each half is rounded to the nearest even one."""
     rng, sizes = np.random.default_rng(6), SIZES[name]
     rows = jnp.asarray(rng.integers(-15, 16, (ROWS, DEPTH)), jnp.bfloat16)
     weight = jnp.asarray(rng.integers(-15, 16, (len(sizes), DEPTH, 256)), jnp.bfloat16)
     given = rows.at[sum(sizes) :].set(jnp.nan), weight, jnp.asarray(sizes, jnp.int32)
-    run = functools.partial(grouped_products, halves=True, tiles=Tiles(256, 128, DEPTH, 64), launch=launch())
+    run = functools.partial(grouped_products, halves=True, tiles=Tiles(256, 128, DEPTH, 64), launch=launch(mode))
     out = jax.jit(lambda rows, weight, sizes: run(rows, [weight], sizes)[0].reshape(ROWS, 256))(*given)
     assert not interpreter.races_found(out)
     group = np.repeat(np.arange(len(sizes)), sizes)
@@ -141,8 +154,8 @@ def test_products_in_halves_are_products(name):
     assert_bits(np.asarray(out)[: sum(sizes)], expected, name)
 
 
-@pytest.mark.parametrize("depth", [64, 128], ids=["two steps", "one step"])
-def test_gradients_by_rows_in_halves_are_those_by_whole_rows(depth):
+@pytest.mark.parametrize(("depth", "mode"), [(64, "eager"), (128, "on_wait")], ids=["two steps", "one step"])
+def test_gradients_by_rows_in_halves_are_those_by_whole_rows(depth, mode):
     """Two pairs are added up in both halves; experts with no row, one row and shared tiles; zeros past the last."""
     rng, rows, width, sizes = np.random.default_rng(8), 128, 512, (37, 0, 1, 33)
     cotangents = [rng.standard_normal((rows, 128)) for _ in range(2)]
@@ -150,7 +163,7 @@ def test_gradients_by_rows_in_halves_are_those_by_whole_rows(depth):
     for cotangent in cotangents:
         cotangent[sum(sizes) :] = np.nan
     given = [jnp.asarray(cotangent, jnp.bfloat16) for cotangent in cotangents], weights, jnp.asarray(sizes, jnp.int32)
-    run = functools.partial(grouped_transposed, tiles=Tiles(64, 128, depth, 32), launch=launch())
+    run = functools.partial(grouped_transposed, tiles=Tiles(64, 128, depth, 32), launch=launch(mode))
     found = jax.jit(functools.partial(run, halves=True))(*given)
     assert found.shape == (2 * rows, width // 2) and not interpreter.races_found(found)
     expected = np.asarray(jax.jit(run)(*given))
@@ -158,8 +171,8 @@ def test_gradients_by_rows_in_halves_are_those_by_whole_rows(depth):
     assert_bits(np.asarray(found).reshape(rows, width), expected, str(depth))
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_gradients_by_a_weight(name):
+@pytest.mark.parametrize(("name", "dtype", "mode"), interpreter.in_turn(KINDS, 1))
+def test_gradients_by_a_weight(name, dtype, mode):
     """Memory past the last group is not a number in both operands."""
     rng, sizes, width = np.random.default_rng(4), SIZES[name], 128
     rows, cotangents = whole_numbers(rng, ROWS, DEPTH), whole_numbers(rng, ROWS, width)
@@ -168,15 +181,16 @@ def test_gradients_by_a_weight(name):
         expected[e] = rows[end - size : end].T @ cotangents[end - size : end]
     for array in (rows, cotangents):
         array[sum(sizes) :] = np.nan
-    given = jax.tree.map(jnp.asarray, (rows, cotangents, np.asarray(sizes, np.int32)))
-    out = jax.jit(functools.partial(grouped_by_weight, tiles=WeightTiles(256, 128, 128, 64), launch=launch()))(*given)
+    given = jnp.asarray(rows, dtype), jnp.asarray(cotangents, dtype), jnp.asarray(sizes, jnp.int32)
+    run = functools.partial(grouped_by_weight, tiles=WeightTiles(256, 128, 128, 64), launch=launch(mode))
+    out = jax.jit(run)(*given)
     assert not interpreter.races_found(out)
-    assert_bits(np.asarray(out), expected, name)
+    assert_values(out, expected, dtype, name)
 
 
 @pytest.mark.parametrize("name", KINDS[:2])
-@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
-def test_gradients_through_an_activation(name, activation):
+@pytest.mark.parametrize(("activation", "mode"), [("swiglu", "eager"), ("relu2", "on_wait")])
+def test_gradients_through_an_activation(name, activation, mode):
     """The kernel computes the gradients of `(f * a(gate, up)) @ weight`. Rows past the last group reach no result, and
     their gradients are zero."""
     rng, sizes, width, depth = np.random.default_rng(1), SIZES[name], 256, 128
@@ -198,7 +212,7 @@ def test_gradients_through_an_activation(name, activation):
     for array in (cotangent, factors, *projections):
         array[~used] = np.nan
     tiles = Tiles(256, 128, 64, 64)
-    run = functools.partial(activation_gradients, activation=activation, tiles=tiles, launch=launch())
+    run = functools.partial(activation_gradients, activation=activation, tiles=tiles, launch=launch(mode))
     given = jax.tree.map(jnp.asarray, (cotangent, weight, projections, factors, np.asarray(sizes, np.int32)))
     found, weighted, of_factors = jax.jit(run)(*given)
     assert not interpreter.races_found(weighted)
