@@ -29,7 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from xen_moe_jax.pallas_kernels.launch import Launch, precision
 from xen_moe_jax.pallas_kernels.record import LANES
-from xen_moe_jax.pallas_kernels.scaled_weights import Scales
+from xen_moe_jax.pallas_kernels.scaled_weights import Scales, scales_of
 
 GROUP = 16
 """Groups of rows begin at multiples of this: a DMA addresses whole tiles of two-byte rows."""
@@ -50,6 +50,7 @@ class Pieces:
       depth: rows of a slab of gate and of up, a multiple of 128.
       width: rows of a slab of down, a multiple of 128.
       ahead: slabs that travel before the slab that is multiplied has been.
+      widened: weights in fp8 are converted before they are multiplied by bfloat16: the matrix units do not take them.
     """
 
     rows_at_once: int
@@ -57,6 +58,7 @@ class Pieces:
     depth: int
     width: int
     ahead: int = 1
+    widened: bool = True
 
     def slabs(self, hidden: int, width: int) -> tuple[int, int]:
         """Returns how many slabs an expert's gate and up have (one of each makes a slab), and its down."""
@@ -214,11 +216,7 @@ def _body(
         beyond = refs.result.shape[2] - refs.out_sum.shape[1]
         zeros = jnp.zeros((*refs.result.shape[:2], beyond), refs.result.dtype)
         refs.result[:, :, refs.out_sum.shape[1] :] = zeros
-    scales = {
-        name: Scales(getattr(refs, f"{name}_scales"), block, getattr(refs, name).shape)
-        for name, block in blocks.items()
-    }
-    _Rows(refs, pieces, activate, core, cores, mine, scales=scales).run()
+    _Rows(refs, pieces, activate, core, cores, mine, scales=scales_of(refs, blocks, pieces.widened)).run()
 
 
 @dataclasses.dataclass(frozen=True)

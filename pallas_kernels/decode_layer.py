@@ -43,7 +43,7 @@ from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.order_pairs import SUBLANES
 from xen_moe_jax.pallas_kernels.record import LANES, Record, bits_of, encode, values_of
 from xen_moe_jax.pallas_kernels.reduce_ranks import keep
-from xen_moe_jax.pallas_kernels.scaled_weights import Scales
+from xen_moe_jax.pallas_kernels.scaled_weights import scales_of
 from xen_moe_jax.pallas_kernels.send import Link, recv_semaphores, wait_rows
 
 _ABSENT = dict.fromkeys(("gate", "gates", "gate_sum", "gate_bias", "up_bias", "down_bias"))
@@ -355,13 +355,10 @@ def _body(
     back = None if axes is None else link(refs.sums_back, refs.sums_came)
     meeting = link(refs.routing, refs.routing_came)
     meeting.announce()
-    scales = {
-        name: Scales(getattr(refs, f"{name}_scales"), block, getattr(refs, name).shape)
-        for name, block in blocks.items()
-    }
     for n in range(min(2, _groups_of(refs.x, refs.given))):
         _given(refs, n).start()
     nothing = jnp.int32(0)
+    scales = scales_of(refs, blocks, pieces.widened)
     layer = _Layer(
         refs, pieces, activate, nothing, 1, nothing, record, sizes, rank, back, None, flat, first_expert, scales=scales
     )

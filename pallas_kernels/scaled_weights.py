@@ -1,10 +1,12 @@
-"""Weights of one byte in the decode kernel: they are converted where they are multiplied, and scaled behind the sum.
+"""Weights of one byte in the decode kernels: they travel as they are, and are scaled behind the sum.
 
-A value of fp8 or int8 is exact in bfloat16, so a slab's product is that of its values. Scales of blocks multiply the
-sums of `BLOCK` products, since a block is at least so many rows high; scales of channels multiply the whole sum once.
-That is the product with widened weights but for the rounding of each widened weight, which this kernel does not make:
-both are equal where scales are powers of two. Scaling sums takes far fewer operations than scaling weights: an expert
-has 16 to 64 rows here, and a block 128.
+The matrix units of v5e and of later chips multiply bfloat16 by fp8. Other weights of one byte are converted in front of
+them: fp8 on v4 and beside float32 rows, and int8. A value of fp8 or int8 is exact in bfloat16, so a slab's product is
+that of its values. On v5e, v5p and v6e a NaN in fp8 weights counts as 480: their fp8 has no NaN in its place. Scales of
+blocks multiply the sums of `BLOCK` products, since a block is at least so many rows high; scales of channels multiply
+the whole sum once. That is the product with widened weights but for the rounding of each widened weight, which this
+kernel does not make: both are equal where scales are powers of two. Scaling sums takes far fewer operations than
+scaling weights: an expert has 16 to 64 rows here, and a block 128.
 """
 
 from __future__ import annotations
@@ -32,11 +34,13 @@ class Scales:
         float32 `[L, B]` in VMEM.
       block: `(a, b)`, both multiples of `BLOCK`; None for channels.
       shape: `[L, A, B]`.
+      widened: fp8 is converted before it is multiplied by bfloat16; else the matrix units take it as it is.
     """
 
     ref: Any
     block: tuple[int, int] | None
     shape: tuple[int, ...]
+    widened: bool
 
     def product(self, left: jax.Array, buffer: Any, row: Any, at: Any, size: int, expert: Any) -> jax.Array:
         """Returns the sums of a slab's products for `size` columns, which channels' scales have still to multiply.
@@ -47,13 +51,18 @@ class Scales:
         """
         depth, columns = left.shape[1], pl.ds(at, size)
         dot = functools.partial(jnp.dot, precision=precision(left.dtype), preferred_element_type=jnp.float32)
+
+        def values(rows: Any) -> jax.Array:
+            found = buffer[rows, columns]
+            multiplied = not self.widened and (left.dtype, found.dtype) == (jnp.bfloat16, jnp.float8_e4m3fn)
+            return found if multiplied else found.astype(left.dtype)
+
         if self.block is None:
-            return dot(left, buffer[:, columns].astype(left.dtype))
+            return dot(left, values(slice(None)))
         total = None
         for k in range(0, depth, BLOCK):
             rows = pl.ds(k, min(BLOCK, depth - k))
-            right = buffer[rows, columns].astype(left.dtype)
-            part = dot(left[:, k : k + BLOCK], right)
+            part = dot(left[:, k : k + BLOCK], values(rows))
             part = part * self._of_columns(expert, row + k, at, size)
             total = part if total is None else total + part
         assert total is not None  # a slab has rows
@@ -74,6 +83,14 @@ class Scales:
     def finish(self, total: jax.Array, expert: Any, at: Any) -> jax.Array:
         """Returns sums times the scales of channels."""
         return total if self.block is not None else total * self.ref[pl.ds(expert, 1), at]
+
+
+def scales_of(refs: Any, blocks: dict[str, tuple[int, int] | None], widened: bool) -> dict[str, Scales]:
+    """Returns the scales of a kernel's matrices by their names, from the references `{name}` and `{name}_scales`."""
+    return {
+        name: Scales(getattr(refs, f"{name}_scales"), block, getattr(refs, name).shape, widened)
+        for name, block in blocks.items()
+    }
 
 
 def supports(values: Any, scales: Any, block: tuple[int, int]) -> bool:

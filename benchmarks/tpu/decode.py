@@ -66,6 +66,7 @@ PARTS = (
     " --models DeepSeek-V3 --weights int8 float8_e4m3fn",
     f" --models {ANCHOR} --generations tpu7x --tokens 1 8",
     " --generations v5p --devices 4",
+    " --models DeepSeek-V3 --weights int8 float8_e4m3fn --generations v5p --devices 4",
 )
 """Options of the commands that together make all rows of a results file."""
 IDENTITY = ("generation", "devices", "model", "tokens", "weights", "matmul")

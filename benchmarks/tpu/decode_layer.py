@@ -392,9 +392,9 @@ def simulated(layer: Layer, chip: Any, cores: int, counted: Cycles, of: list[Vis
 def sums_us(kernel: Loop, layer: Layer, chip: Any) -> float:
     """Microseconds of the kernel that adds up the rows of tokens, where two cores have computed them: the longer of its
     bundles and of HBM, behind the first block of each core."""
-    (step,) = kernel.inner
     steps = -(-layer.tokens // 16)
-    of_step = step.bundles + 2 * sum(loop.bundles for loop in step.inner)  # eight tokens a turn
+    # eight tokens a turn; a single step of one turn has no loop
+    of_step = sum(step.bundles + 2 * sum(loop.bundles for loop in step.inner) for step in kernel.inner)
     core_us = (kernel.bundles + -(-steps // kernel.cores) * of_step) * 1e6 / chip.clock_hz
     rows_us = layer.tokens * layer.top_k * layer.record_bytes * 1e6 / chip.hbm_bytes_per_s
     out_us = layer.tokens * layer.hidden * 2 * 1e6 / chip.hbm_bytes_per_s

@@ -47,7 +47,7 @@ THOROUGH = (
     "backends/pallas/test_decode_programs.py::test_the_experts_wait_for_their_weights[v6e-DeepSeek-V3-128-bfloat16]",
     "backends/pallas/test_decode_programs.py::test_the_experts_wait_for_their_weights[v4-gpt-oss-120b-8-bfloat16]",
     "backends/pallas/test_decode_programs.py::test_the_experts_wait_for_their_weights[v5p-DeepSeek-V3-8-int8]",
-    "backends/pallas/test_decode_programs.py::test_the_experts_wait_for_their_weights[v6e-DeepSeek-V3-32-int8]",
+    "backends/pallas/test_decode_programs.py::test_the_experts_wait_for_their_weights[v6e-DeepSeek-V3-32-float8_e4m3fn]",
     "backends/pallas/test_decode_programs.py::test_the_experts_wait_for_their_weights[tpu7x-DeepSeek-V3-8-float8_e4m3fn]",
     "backends/pallas/test_decode_programs.py::test_two_cores_keep_up_with_the_weights",
     "flax/test_tpu_decode.py::test_the_same_layer_as_with_grouped_matmuls[relu2 in chunks]",

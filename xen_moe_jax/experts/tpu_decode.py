@@ -383,7 +383,7 @@ def _policy(matrices: Matrices, hidden: int, config: KernelConfig) -> tuple[Piec
     """
     chip = hardware.generation()
     limit = config.vmem_limit_bytes or chip.vmem_bytes
-    chosen = pieces_for(limit, hidden, matrices)
+    chosen = dataclasses.replace(pieces_for(limit, hidden, matrices), widened=not chip.multiplies_float8)
     need = _need(chosen, hidden, matrices)
     if need > limit:
         raise ValueError(

@@ -38,8 +38,8 @@ FEW_ROWS, ROWS_OF_ONE_CORE = 32, 64
 because a core is busy with other work than products, too: for 48 rows two cores of v5p need 1.05 times the time in
 which HBM gives the weights, one core needs 1.12 to 1.32 times this time. With at most `ROWS_OF_ONE_CORE` rows, one core
 takes a layer that does not fit two. The matrix units of one core of v5p need as long for the products of 83 rows as HBM
-needs for the weights. On a chip with two cores weights of one byte are left to `decode_experts`: HBM gives twice as
-many of them in the same time, and they are converted."""
+needs for the weights. Two cores always share weights of one byte, or leave them to `decode_experts`: HBM gives twice as
+many of them in the same time, and one core of v5p needs 1.2 times this time to convert int8."""
 MOST_AHEAD, LEAST_AHEAD = 96, 2
 """Slabs of weights that travel while a layer's rows do, at most and at least."""
 LEAST_KEPT = 512
@@ -202,7 +202,7 @@ def _lowered_layer(
         by_name["down"],
         biases_of(names, by_name),
         activate=functools.partial(mlp.activate, experts.config),
-        pieces=chosen.pieces,
+        pieces=dataclasses.replace(chosen.pieces, widened=not chip.multiplies_float8),
         kept=chosen.kept,
         certain=chosen.certain,
         in_hbm=chosen.in_hbm,
@@ -250,8 +250,8 @@ def layer_pieces(
     asks for them and the layer fits them.
 
     None where not even `LEAST_AHEAD` slabs fit, where tables do not fit SMEM, where there are more ranks than
-    `all_gather_dispatch.GATHERED_RANKS`, where weights are of one byte and the chip has two cores, and where more than
-    `ROWS_OF_ONE_CORE` rows need two cores that cannot share the experts: their number is odd, or there is one rank.
+    `all_gather_dispatch.GATHERED_RANKS`, and where weights of one byte or more than `ROWS_OF_ONE_CORE` rows need two
+    cores that cannot share the experts: their number is odd, or there is one rank.
 
     Args:
       limit: bytes of VMEM of a core. chip_cores: cores of the chip.
@@ -264,10 +264,9 @@ def layer_pieces(
         return None
     mean = tokens * top_k / (local * part)
     rows = min(max(1, -(-int(mean + 2 * math.sqrt(mean)) // GROUP)) * GROUP, MOST_ROWS)
-    if chip_cores > 1 and matrices.scaled is not None:
-        return None
-    both = chip_cores > 1 and rows > FEW_ROWS and local % chip_cores == 0 and ranks > 1
-    sharing = [chip_cores] * both + [1] * (chip_cores == 1 or rows <= ROWS_OF_ONE_CORE)
+    scaled = matrices.scaled is not None
+    both = chip_cores > 1 and (scaled or rows > FEW_ROWS) and local % chip_cores == 0 and ranks > 1
+    sharing = [chip_cores] * both + [1] * (chip_cores == 1 or rows <= ROWS_OF_ONE_CORE and not scaled)
     record, reserved = record_of(hidden, matrices.dtype), matrices.bytes_beside(hidden)
     for cores, room, in_hbm, size in itertools.product(sharing, ROOM, (False, True), (512, 256, 128)):
         if in_hbm and ranks == 1 or cores > 1 and not in_hbm:

@@ -70,9 +70,9 @@ CASES = {
     "two cores, all rows of a token on one rank": {
         "tokens": 5, "hidden": 320, "width": 128, "routing": "own", "ranks": 2, "local": 4, "cores": 2, "biased": True,
     },
-    "two cores, several passes": {
+    "two cores, several passes, fp8 in blocks": {
         "tokens": 8, "hidden": 128, "width": 128, "routing": "one", "ranks": 2, "local": 4, "cores": 2, "kept": 30,
-        "certain": 1,
+        "certain": 1, "block": (128, 128),
     },
 }  # fmt: skip
 
@@ -104,7 +104,13 @@ def test_a_layer(name, dtype, mode):
     x = whole_numbers(rng, ranks, tokens, hidden)
     names = ("gate", "up", "down") if case.get("gated", True) else ("up", "down")
     shapes = {"gate": (hidden, width), "up": (hidden, width), "down": (width, hidden)}
-    weights = {n: whole_numbers(rng, ranks * local, *shapes[n]) / 64 for n in names}
+    values = {n: whole_numbers(rng, ranks * local, *shapes[n]) for n in names}
+    block, given = case.get("block"), {n: jnp.asarray(value / 64, dtype) for n, value in values.items()}
+    weights, scales = {n: value / 64 for n, value in values.items()}, {}
+    if block:  # one for each expert
+        scales = {n: 2.0 ** rng.integers(-7, -5, ranks * local).astype(np.float32) for n in names}
+        weights = {n: value * scales[n][:, None, None] for n, value in values.items()}
+        given = {n: jnp.asarray(value, "float8_e4m3fn") for n, value in values.items()}
     biased = case.get("biased", False)
     biases = {n: whole_numbers(rng, ranks * local, shapes[n][1]) / 4 for n in names} if biased else None
     rounded = bfloat16 if dtype == "bfloat16" else np.asarray
@@ -113,7 +119,7 @@ def test_a_layer(name, dtype, mode):
         dma_execution_mode=mode, detect_races=True, num_cores_or_threads=cores, random_seed=SAME_CORE
     )
 
-    pieces = Pieces(rows_at_once=32, rows=16, depth=128, width=128, ahead=3)
+    pieces = Pieces(rows_at_once=32, rows=16, depth=128, width=128, ahead=3, widened=not block)
     kernel = functools.partial(
         decode_layer,
         activate=product,
@@ -125,15 +131,16 @@ def test_a_layer(name, dtype, mode):
         launch=Launch(1, collective_id=7, interpret=how, cores=cores),
     )
 
-    def body(x, idx, factors, given, biases):
-        return kernel(x, idx.T, factors.T, given.get("gate"), given["up"], given["down"], biases or None)
+    def body(x, idx, factors, given, biases, scales):
+        matrices = given.get("gate"), given["up"], given["down"]
+        of_blocks = {n: (scale, block) for n, scale in scales.items()} or None
+        return kernel(x, idx.T, factors.T, *matrices, biases or None, scales=of_blocks)
 
     mesh = jax.make_mesh((ranks,), ("ep",), devices=jax.devices()[:ranks], axis_types=(jax.sharding.AxisType.Auto,))
     mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False))
-    given = {n: jnp.asarray(value, dtype) for n, value in weights.items()}
     in_float32 = {n: jnp.asarray(value) for n, value in (biases or {}).items()}
     rows, *flat = (jnp.asarray(a.reshape(ranks * tokens, -1)) for a in (x, idx, factors))
-    out = mapped(rows.astype(dtype), *flat, given, in_float32)
+    out = mapped(rows.astype(dtype), *flat, given, in_float32, scales)
     assert not interpreter.races_found(out)
     assert_bits(np.asarray(out.astype(jnp.float32)), expected.reshape(ranks * tokens, hidden), name)
     assert name == "no rows at all" or np.abs(expected).max() > 0.1, "the case tests nothing"

@@ -25,15 +25,17 @@ class Generation:
     """Attributes:
     name: as in TPU topology names.
     vmem_bytes: VMEM of one TensorCore. cores: TensorCores that share a device.
+    multiplies_float8: the matrix units take float8_e4m3fn beside bfloat16.
     """
 
     name: str
     vmem_bytes: int
     cores: int = 1
+    multiplies_float8: bool = True
 
 
 GENERATIONS = {
-    "TPU v4": Generation("v4", 16 * MIB, cores=2),
+    "TPU v4": Generation("v4", 16 * MIB, cores=2, multiplies_float8=False),
     "TPU v5e": Generation("v5e", 128 * MIB),
     "TPU v5 lite": Generation("v5e", 128 * MIB),
     "TPU v5": Generation("v5p", 64 * MIB, cores=2),
@@ -43,7 +45,7 @@ GENERATIONS = {
     "TPU7x": Generation("tpu7x", 64 * MIB),
 }
 """Generations by JAX's `device_kind`."""
-SMALLEST = Generation("unknown TPU", 16 * MIB)
+SMALLEST = Generation("unknown TPU", 16 * MIB, multiplies_float8=False)
 """Assumed where the generation cannot be told: every known generation has at least this."""
 
 SMEM_BYTES = 1 * MIB
