@@ -301,11 +301,18 @@ def verdicts(outcomes: list[Outcome], hangs: dict[str, Any], parts: dict[str, An
     return lines
 
 
+REHEARSAL = 6
+"""A rehearsal's limits are so many times those of its steps: a machine with few cores, which may be busy, interprets
+kernels."""
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--steps", help=listing(STEPS))
-    parser.add_argument("--budget", type=float, help="seconds for everything (default 1500; on several hosts none)")
+    parser.add_argument(
+        "--budget", type=float, help="seconds for everything (default 1500; none on several hosts, and in a rehearsal)"
+    )
     parser.add_argument("--hang-seconds", type=float, help="in which a compiled program must end (default 60)")
     parser.add_argument("--rehearse", type=int, nargs="?", const=4, default=0, metavar="DEVICES",
                         help="on virtual CPU devices, kernels interpreted, small sizes (default 4)")  # fmt: skip
@@ -330,7 +337,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     check(options)
     several = bool(options.coordinator)
-    budget = options.budget or (float("inf") if several else 1500.0)
+    budget = options.budget or (float("inf") if several or options.rehearse else 1500.0)
     began = time.monotonic()
     everything = [dataclasses.replace(s, default=True) if options.rehearse else s for s in STEPS]
     steps = choose(everything, options.steps)
@@ -362,7 +369,7 @@ def main(arguments: list[str] | None = None) -> int:
                 continue
             progress.clear()
             own = environment | joined(options, number)
-            limit = min(step.seconds * (2 if options.rehearse else 1), left)
+            limit = min(step.seconds * (REHEARSAL if options.rehearse else 1), left)
             outcome = run_step(step, context, limit, log, own, hangs=progress.hangs)
             outcomes.append(outcome)
             if outcome.status in (HUNG, KILLED):

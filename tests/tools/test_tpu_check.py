@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import io
 import json
+import math
 import os
+import re
 import sys
 import threading
 import time
@@ -80,7 +82,7 @@ def test_a_slow_kernel_is_named(tmp_path):
 
 @pytest.mark.slow
 def test_a_whole_rehearsal_without_a_fault(tmp_path):
-    status, report, output = check(tmp_path, seconds=1800)
+    status, report, output = check(tmp_path, seconds=5400)
     assert status == 0 and report["verdicts"] == [], output[-6000:]
     assert [step["step"] for step in report["steps"]] == [step.name for step in tpu_check.STEPS]
     assert {"counted", "operations", "kernels", "layer", "compared"} <= report["measured"].keys()
@@ -245,6 +247,23 @@ def test_every_step_that_is_rehearsed_says_what_it_runs():
 def test_arguments_that_do_not_go_together(tmp_path, arguments, message):
     with pytest.raises(SystemExit, match=message):
         tpu_check.main([str(tmp_path), *arguments])
+
+
+def test_recipes_run_the_check():
+    """The check takes the arguments of each recipe. The hosts of the one for GKE have the chips of its topology."""
+    yaml = pytest.importorskip("yaml")
+    recipe, page = (ROOT / name for name in ("tools/tpu_check_gke.yaml", "docs/user/tpu.md"))
+    (slices,) = yaml.safe_load(recipe.read_text())["spec"]["replicatedJobs"]
+    hosts = slices["template"]["spec"]
+    pod = hosts["template"]["spec"]
+    (container,) = pod["containers"]
+    topology = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
+    chips = container["resources"]["limits"]["google.com/tpu"]
+    assert hosts["completions"] == hosts["parallelism"]
+    assert hosts["completions"] * chips == math.prod(map(int, topology.split("x")))
+    commands = re.findall(r"tools/tpu_check\.py (OUT[^;\"\n]*)", container["command"][-1] + page.read_text())
+    parsed = [tpu_check.build_parser().parse_args(arguments.split()) for arguments in commands]
+    assert [options.coordinator for options in parsed] == ["auto", None, "auto"]
 
 
 @pytest.mark.parametrize(("name", "value"), [(watch.PLANT, "late:x"), (watch.WITHOUT, "sleep")])
