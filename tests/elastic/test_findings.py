@@ -64,13 +64,13 @@ def test_a_holder_that_cannot_be_ended_is_named(tmp_path, monkeypatch):
         holder = FORK.Process(target=hold_the_lock, args=(tmp_path / "group", ready))
         holder.start()
         assert ready.wait(30)
-        monkeypatch.setattr(liveness, "end", lambda pid, seconds: False)
+        monkeypatch.setattr(liveness, "end", lambda pid: False)
         with pytest.raises(
             TimeoutError, match=f"process {holder.pid}, or a child of it, has held the lock of .* 0.02 s"
         ):
             with board.locked():
                 pass
-        monkeypatch.setattr(liveness, "end", lambda pid, seconds: True)  # but a process that it has forked holds it
+        monkeypatch.setattr(liveness, "end", lambda pid: True)  # but a process that it has forked holds it
         with pytest.raises(TimeoutError, match=f"process {holder.pid}, or a child of it"):
             with board.locked():
                 pass
@@ -334,7 +334,7 @@ def test_the_wait_for_its_own_gpu_counts_against_no_other_member(open_group, mon
 
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0], sleep=time.sleep)
     monkeypatch.setattr(_membership, "time", clock)
-    monkeypatch.setattr(liveness, "end", lambda pid, seconds: True)  # not this process
+    monkeypatch.setattr(liveness, "end", lambda pid: True)  # not this process
     monkeypatch.setattr(first._kernels, "arrive", arrive_late)
     monkeypatch.setattr(second._kernels, "arrive", arrive_later)
     first._membership._gone_at = time.monotonic() - 90.0 if dead else None
@@ -376,6 +376,68 @@ def test_a_member_that_the_newest_proposal_does_not_name_is_gone(open_group, mon
     first._look(set())
     assert first._membership.members == (0, 1) and first._kernels.told == [-1, 1, "all"]
     assert first._membership._gone_at is None
+
+
+def come_and_be_killed(folder, arrived):
+    with elastic.Group(folder, 2, slot=1, timeout_s=30.0) as group:
+        group._membership.memory = Memory({})
+        group._membership._await = lambda *_: arrived.set() or time.sleep(60)
+        group.join(start_with=2)
+
+
+def test_a_member_that_was_killed_after_it_arrived_is_left_out(open_group, tmp_path):
+    """The driver refuses to map its memory, which goes before the process counts as ended."""
+    group, arrived = with_memory(open_group(2, slot=0, timeout_s=30.0), {}), FORK.Event()
+    adopt, ended = group._kernels.adopt, group._membership._ended
+    newcomer = FORK.Process(target=come_and_be_killed, args=(tmp_path / "group", arrived))
+    newcomer.start()
+
+    def refuse(view, shown):
+        if view > 1:
+            return adopt(view, shown)
+        assert arrived.wait(30)
+        newcomer.kill()
+        newcomer.join()
+        late = iter([False] * 9)
+        group._membership._ended = lambda identity: next(late, True) and ended(identity)
+        raise RuntimeError("the memory of process 1 cannot be mapped")
+
+    group._kernels.adopt = refuse
+    change = group.join(start_with=2)
+    assert change.view == 2 and group.active().tolist() == [True, False] and group._kernels.adopted == [(2, [0])]
+    group._kernels.adopt = lambda view, shown: refuse(0, shown)
+    group._membership._timeout_s = 0.1
+    with pytest.raises(RuntimeError, match="cannot be mapped"):  # and no member has ended
+        group.recover(0)
+
+
+def test_a_member_that_waits_for_the_lock_is_not_late(open_group, monkeypatch):
+    """A stopped process holds the lock when the time of the member that needs it to arrive is over."""
+    first, second = join_both(open_group, 8.0)
+    monkeypatch.setattr(liveness, "end", lambda pid: pytest.fail("a living member is ended"))
+    first._membership.propose(urgent=True)
+    await_, locked, busy = first._membership._await, first._board.locked, threading.Event()
+
+    @contextlib.contextmanager
+    def locked_late():
+        if busy.is_set():  # while this member waits for the lock, which it needs to leave out the other
+            busy.clear()
+            time.sleep(1.2)
+            late.append(pool.submit(second.recover, 4))
+        with locked():
+            yield
+
+    def await_in_vain(stage, number, limits):
+        if number == 2 and stage == "arrived":
+            limits.update(dict.fromkeys(limits, 0.0))
+            busy.set()
+        return await_(stage, number, limits)
+
+    late = []
+    first._board.locked, first._membership._await = locked_late, await_in_vain
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        change = first.recover(4)
+        assert late[0].result(30) == change and (change.view, change.lost) == (2, ())
 
 
 def stopped_with_memory(folder, slot, words):

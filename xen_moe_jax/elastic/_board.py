@@ -101,7 +101,7 @@ class Board:
         Raises:
           TimeoutError: as `locked`.
         """
-        if holder is None or holder == ended or not liveness.end(holder, self._timeout_s):
+        if holder is None or holder == ended or not liveness.end(holder):
             raise TimeoutError(
                 f"elastic.Group: process {holder or 'unknown'}, or a child of it, has held the lock of {self.folder} "
                 f"for more than {self._timeout_s:g} s, and cannot be ended from here: end it, or let it go on"

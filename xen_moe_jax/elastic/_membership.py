@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import select
 import threading
@@ -24,7 +25,7 @@ import time
 from typing import Any, Protocol
 
 from xen_moe_jax.backends.cuda import liveness
-from xen_moe_jax.elastic._board import CHANGE, LEFT, PROPOSAL, STEP_BITS, URGENT, WAITING, Board, fence
+from xen_moe_jax.elastic._board import CHANGE, LEFT, LOOKS, PROPOSAL, STEP_BITS, URGENT, WAITING, Board, fence
 
 PAUSE_S = 0.0005
 """Seconds between two looks for the files of a proposal."""
@@ -411,7 +412,12 @@ class Membership:
                 continue
             if self.memory is None:
                 break
-            self.memory.adopt(number, {s: a["memory"] for s, a in arrived.items()})
+            try:
+                self.memory.adopt(number, {s: a["memory"] for s, a in arrived.items()})
+            except RuntimeError:
+                if not self._ended_meanwhile(number):
+                    raise
+                continue
             self._board.put(f"adopted.{number}.{self.slot}", True)  # no rank stores where another has yet to clear
             if self._await("adopted", number, {}) is not None:
                 break
@@ -435,7 +441,7 @@ class Membership:
         if self.memory is None or slot == self.slot or self._away(slot, identity):
             return  # through the host a process writes into its own memory alone; one that leaves waits for its GPU
         pid = int(identity.split()[2])
-        if not liveness.end(pid, self._timeout_s):
+        if not liveness.end(pid):
             raise RuntimeError(
                 f"elastic.Group: process {pid} of slot {slot} did not come in time and cannot be ended "
                 "from here, and its GPU may still store into the memory of this one: end it, and this one"
@@ -482,16 +488,41 @@ class Membership:
             missing = {slot: i for slot, i in self._identities.items() if slot not in arrived}
             if not missing:
                 return arrived
-            now = time.monotonic()
-            gone = tuple(s for s in missing if self.gone(s))
-            gone = gone or tuple(s for s, identity in missing.items() if now > limits.get(identity, late))
-            if gone:
-                with self._board.locked():
-                    state = self._board.read()
-                    if state["proposal"] == number:
-                        self._propose(state, urgent=True, without=gone)
+            if gone := tuple(filter(self.gone, self._identities)):  # also a member that came before it was killed
+                self._leave_out(gone, number)
                 return None
+            now = time.monotonic()
+            if overdue := {slot: i for slot, i in missing.items() if now > limits.get(i, late)}:
+                if self._leave_out(tuple(overdue), number, within=self._timeout_s / LOOKS):
+                    return None
+                # A stopped process has held the lock, without which the overdue ones cannot arrive.
+                limits.update(dict.fromkeys(overdue.values(), time.monotonic() + self._timeout_s / 2))
             time.sleep(PAUSE_S)
+
+    def _leave_out(self, slots: tuple[int, ...], number: int, within: float = math.inf) -> bool:
+        """Proposes a view without `slots`, unless there is a newer proposal than `number`. Returns False, and proposes
+        nothing, if this process did not get the lock `within` that many seconds."""
+        began = time.monotonic()
+        with self._board.locked():
+            if time.monotonic() - began > within:
+                return False
+            state = self._board.read()
+            if state["proposal"] == number:
+                self._propose(state, urgent=True, without=slots)
+        return True
+
+    def _ended_meanwhile(self, number: int) -> bool:
+        """Called where the memory of the members of proposal `number` could not be mapped. Returns True, and leaves the
+        member out, if one has ended. Memory of a process that is killed goes before the process counts as ended."""
+        limit = time.monotonic() + self._timeout_s / 2
+        while time.monotonic() < limit:
+            if self._board.words[PROPOSAL] != number:
+                return True
+            if gone := tuple(filter(self.gone, self._identities)):
+                self._leave_out(gone, number)
+                return True
+            time.sleep(PAUSE_S)
+        return False
 
     def leave(self) -> None:
         """Gives back the slot, which may be another process's by now, and watches no process any more. A removed folder

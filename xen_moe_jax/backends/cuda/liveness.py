@@ -26,6 +26,8 @@ BEAT_S = 2.0
 SILENCE_S = 8.0
 WAIT_S = 120.0
 """Time that another process has to start its watcher."""
+ENDING_S = 30.0
+"""Time that a killed process has to end: the driver frees its GPU's memory meanwhile."""
 
 
 def identity(pid: int | None = None) -> str:
@@ -70,8 +72,8 @@ def hold(other: str) -> int | None:
     raise ProcessLookupError(int(pid))
 
 
-def end(pid: int, seconds: float) -> bool:
-    """Kills a process, which may be stopped. Returns True once it has ended, False if it has not after `seconds`, or
+def end(pid: int) -> bool:
+    """Kills a process, which may be stopped. Returns True once it has ended, False if it has not after `ENDING_S`, or
     may not be killed from here."""
     try:
         descriptor = os.pidfd_open(pid)
@@ -83,7 +85,7 @@ def end(pid: int, seconds: float) -> bool:
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
-        return bool(poll.poll(seconds * 1000))
+        return bool(poll.poll(ENDING_S * 1000))
     except ProcessLookupError:
         return True
     except PermissionError:
