@@ -30,8 +30,10 @@ ROW_BITS = 16
 """Bits of the number of a row. `links` of a row: the pair's next row in slot order, and above these bits its record
 (`number_of`). `ends` of a pair's last row: its first row, and above these bits its number of rows; of others, -1."""
 TOKEN_BITS = 8
-GROUPS = 4
-"""Groups of a rank's experts. Records of the first group's tokens come first, and its experts are visited meanwhile."""
+GROUPS, GROUPS_OF_MANY, MANY = 4, SUBLANES - 1, 32
+"""Groups of a rank's experts, and of those of a rank with more than `MANY` tokens, whose records travel for long; at
+most as many as lines of a register but one (`arrived`). Records of the first group's tokens come first, and its experts
+are visited meanwhile."""
 
 
 def number_of(link: Any, tokens: int) -> tuple[Any, Any, Any]:
@@ -88,7 +90,7 @@ class Sizes:
     @property
     def of_group(self) -> int:
         """Experts of a group."""
-        return -(-self.experts // GROUPS)
+        return -(-self.experts // (GROUPS if self.tokens <= MANY else GROUPS_OF_MANY))
 
     @property
     def groups(self) -> int:

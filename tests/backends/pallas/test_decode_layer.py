@@ -55,7 +55,9 @@ def by_numpy(x, idx, factors, weights, biases, rounded, ranks, as_sums=False, lo
 
 
 CASES = {
-    "more tokens than a group": {"tokens": 32, "hidden": 256, "width": 192, "routing": "uniform"},
+    "many tokens, six groups of experts": {
+        "tokens": 48, "hidden": 256, "width": 192, "routing": "uniform", "ranks": 2, "local": 6,
+    },
     "one expert has all rows": {"tokens": 16, "hidden": 128, "width": 256, "routing": "one", "certain": 1, "kept": 50},
     "a token on one rank alone": {"tokens": 5, "hidden": 320, "width": 128, "routing": "own"},
     "biases, weights that come early": {
