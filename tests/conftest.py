@@ -113,10 +113,17 @@ def _spare_the_collector(module) -> None:
 _few_optimizations = os.environ["JAX_PLATFORMS"] == "cpu" and "XEN_MOE_OPTIMIZED_TESTS" not in os.environ
 
 
-def pytest_collection_finish(session):
+def pytest_configure(config):
     """XLA reads its flags once in a process, so processes without `optimized` tests compile in a hurry: `make test`
-    runs the optimized ones by themselves.
+    runs the optimized ones by themselves. Some modules and conftest.py files make XLA read its flags while tests are
+    collected, so the flags are set before, where the marks alone say that no test is `optimized`.
     """
+    if _few_optimizations and "not optimized" in config.option.markexpr:
+        quick_compiler.use()
+
+
+def pytest_collection_finish(session):
+    """Of tests that are chosen by their names it shows here that none is `optimized`."""
     if _few_optimizations and not any(item.get_closest_marker("optimized") for item in session.items):
         quick_compiler.use()
 

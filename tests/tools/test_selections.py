@@ -1,4 +1,5 @@
-"""Every test is in exactly one of the selections that the Makefile's targets make, and CI runs every target but one."""
+"""Every test is in exactly one of the selections that the Makefile's targets make, and CI runs every target but one.
+Their programs are compiled in the quick way."""
 
 import itertools
 import re
@@ -6,7 +7,7 @@ import re
 import pytest
 from _pytest.mark.expression import Expression
 
-from tests.support import ROOT, selections
+from tests.support import ROOT, quick_compiler, selections
 
 TARGETS = ("test", "test-thorough", "test-slow", "kernel-test", "memory-test", "maxtext-test")
 NAMES = ("slow", "thorough", *selections.MARKS)
@@ -78,3 +79,10 @@ def test_ci_runs_the_target(target):
     assert any(re.search(rf"\bmake {target}(?= |$)(?!.*--(ignore|deselect|share)|.* -k )", line) for line in steps), (
         target
     )
+
+
+def test_programs_of_the_targets_are_compiled_the_quick_way(request):
+    """XLA takes twice as long where it has read its flags while tests were collected, and says nothing."""
+    if "not optimized" not in request.config.option.markexpr or not quick_compiler.wanted():
+        pytest.skip("the marks do not say that no program is `optimized`, or the programs are for another platform")
+    assert quick_compiler.taken(), "XLA read its flags before tests/conftest.py set them"
