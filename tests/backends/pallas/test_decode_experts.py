@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
 
 from tests.support import interpreter
 from tests.support.checks import assert_bits
@@ -176,3 +177,36 @@ def test_weights_of_one_byte(name, dtype, mode):
     assert not interpreter.races_found(out)
     assert_bits(np.asarray(out.astype(jnp.float32))[used], np.asarray(expected, np.float32)[used], name)
     assert np.abs(expected).max() > 0.1, "the case tests nothing"
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize(
+    "generation", ["v6e", *(pytest.param(g, marks=pytest.mark.slow) for g in ("v5e", "v5p", "tpu7x"))]
+)
+@pytest.mark.parametrize("block", [(128, 128), None], ids=["blocks", "channels"])
+def test_matrix_units_take_fp8_of_any_size(generation, block):
+    """Also the last rows and columns of matrices that no tile divides."""
+    pytest.importorskip("libtpu", reason="compiling for TPU needs libtpu: pip install 'xen-moe-jax[tpu]'")
+    from benchmarks.tpu import topologies
+
+    local, hidden, width = 3, 288, 672
+    mesh = topologies.mesh(generation)
+
+    def struct(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, P()))
+
+    def experts(x, received, matrices, scales):
+        return decode_experts(
+            x, received, matrices["gate"], matrices["up"], matrices["down"], None, activate=product, alignment=GROUP,
+            pieces=Pieces(32, 16, 256, 256, ahead=2, widened=False), launch=Launch(1, vmem_limit_bytes=2**25),
+            scales={name: (scale, block) for name, scale in scales.items()},
+        )  # fmt: skip
+
+    shapes = {"gate": (hidden, width), "up": (hidden, width), "down": (width, hidden)}
+    matrices = {name: struct("float8_e4m3fn", local, *shape) for name, shape in shapes.items()}
+    blocks = -(-hidden // 128) * -(-width // 128)
+    scales = {n: struct("float32", *((local * blocks,) if block else (local, s[1]))) for n, s in shapes.items()}
+    mapped = jax.jit(jax.shard_map(experts, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+    given = struct("bfloat16", 64, 384), struct("int32", 1, local), matrices, scales
+    text = mapped.trace(*given).lower(lowering_platforms=("tpu",)).compile().as_text()
+    assert "xen_moe_decode_experts" in text and "f8e4m3fn" in text
