@@ -36,7 +36,7 @@ PAIRS = 2
 """Pairs of warpgroups in a multiprocessor, each with a tile: while one waits for its tile, the other one computes."""
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "num_sms"))
+@functools.partial(jax.jit, static_argnames=("activation", "num_sms", "claimed"))
 def gradients(
     activation: Activation,
     by_inner: jax.Array,
@@ -44,6 +44,7 @@ def gradients(
     row_weights: jax.Array | None,
     blocks: jax.Array,
     num_sms: int | None = None,
+    claimed: bool = False,
 ) -> tuple[list[tuple[Quantized, Quantized]], Quantized, jax.Array | None]:
     """Returns the cotangents of the projections, and the activation, of rows that are weighted behind the activation,
     all of them quantized.
@@ -54,6 +55,8 @@ def gradients(
       row_weights: float32 `[C]`, factors of the activation's rows, or None for factors of one.
       blocks: int32 `[2, N]`, from `blocks_of_groups`.
       num_sms: multiprocessors that the kernel may take; None for all of the GPU.
+      claimed: no thread block waits for a multiprocessor that another kernel keeps: there is one for each `PAIRS`
+        tiles, and the GPU starts it where one is free.
 
     Returns:
       For each projection the rows and the columns of its cotangent, as `float8_quantize.both` returns them; the columns
@@ -63,7 +66,7 @@ def gradients(
     (count, width), total, kind = by_inner.shape, blocks.shape[1], by_inner.dtype
     beside, long = pl.cdiv(width, BLOCK), (pl.cdiv(count, BLOCK) + 1) * BLOCK
     operands = [by_inner, *projections]
-    num_sms = num_sms or jax.devices()[0].core_count
+    launched = pl.cdiv(total * beside, PAIRS) if claimed else num_sms or jax.devices()[0].core_count
     if row_weights is not None:
         row_weights = jnp.pad(row_weights, (0, long - count))  # a block's 128 rows may begin at the last row
 
@@ -78,7 +81,7 @@ def gradients(
 
         def tile(number: Any, carry: Any) -> Any:
             """Computes and quantizes the tile that is this pair's turn `number`, unless its block has no rows."""
-            number = (number * num_sms + sm) * PAIRS + pair
+            number = (number * launched + sm) * PAIRS + pair
             block, j = lax.div(number, jnp.int32(beside)), lax.rem(number, jnp.int32(beside))
             start, size = facts[0, block], facts[1, block]
             column, of_block = pl.ds(j * BLOCK, BLOCK), pl.ds(block * BLOCK, BLOCK)
@@ -163,7 +166,9 @@ def gradients(
 
             return carry
 
-        tiles_of_pair = lax.div(total * beside + PAIRS * num_sms - 1 - (sm * PAIRS + pair), jnp.int32(PAIRS * num_sms))
+        tiles_of_pair = lax.div(
+            total * beside + PAIRS * launched - 1 - (sm * PAIRS + pair), jnp.int32(PAIRS * launched)
+        )
         lax.fori_loop(0, tiles_of_pair, tile, 0)
         plgpu.wait_smem_to_gmem(0)
 
@@ -182,7 +187,7 @@ def gradients(
     }
     shapes = [*(of_rows + of_columns) * len(projections), *of_columns, *sums]
     name = f"xen_moe_float8_gradients_of_{activation.name}"
-    run = launch(body, 2 * PAIRS, num_sms, shapes, scratch, name)
+    run = launch(body, 2 * PAIRS, launched, shapes, scratch, name)
     found = run(blocks, *operands, *([] if row_weights is None else [row_weights]))
     pairs = [Quantized(*found[at : at + 2]) for at in range(0, len(found) - 1, 2)]
     both = [(pairs[at], pairs[at + 1]) for at in range(0, 2 * len(projections), 2)]

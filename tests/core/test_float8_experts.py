@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 import xen_moe_jax as xm
 from tests.support import oracle, plain_float8
 from tests.support.checks import assert_bits
-from xen_moe_jax.experts import float8, hopper
+from xen_moe_jax import _overlap
+from xen_moe_jax.experts import float8, hopper, hopper_float8
 from xen_moe_jax.experts.arrived import ArrivedRows
 from xen_moe_jax.experts.float8 import grouped_matmul
 from xen_moe_jax.experts.grouped_matmul import warn_once
@@ -250,6 +251,34 @@ def test_the_kernels_composition():
         assert one.dtype == other.dtype and cosine(one, other) > 0.9985, f"{name}: {cosine(one, other)}"
     for one, other in zip(by_codes, kernels, strict=True):
         assert_bits(one, other, "weights quantized once")
+
+
+def test_every_kernel_knows_that_an_operation_is_pending(monkeypatch):
+    """In the work of an `xm.overlap`, and in its backward pass, tiles of all fp8 kernels are claimed; nowhere else."""
+    weight, sizes = jnp.ones((2, 128, 128)), jnp.asarray([70, 30])
+    seen = []
+
+    def spy(real):
+        return lambda *a, **k: seen.append(k["tiles"].claimed if "tiles" in k else k["claimed"]) or real(*a, **k)
+
+    def experts(rows):
+        return hopper_float8.experts(hopper.SWIGLU, rows, None, (weight, weight), weight, sizes)
+
+    def overlapped(rows):
+        with _overlap.overlap_work():
+            return experts(rows)
+
+    with plain_float8.in_the_kernels_place():
+        for name in ("rows_by_weights", "rows_by_rows", "activated_rows"):
+            monkeypatch.setattr(hopper_float8, name, spy(getattr(hopper_float8, name)))
+        monkeypatch.setattr(
+            plain_float8.Activations, "gradients", staticmethod(spy(plain_float8.Activations.gradients))
+        )
+        for function, expected in ((overlapped, True), (experts, False)):
+            seen.clear()
+            jax.eval_shape(lambda rows, function=function: jax.vjp(function, rows)[1](rows), jnp.ones((104, 128)))
+            assert seen == [expected] * 8
+        monkeypatch.undo()
 
 
 def test_errors_of_weights_quantized_once():

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import xen_moe_jax as xm
 from tests.support.cases import ROUTINGS
 from xen_moe_jax.experts import hopper, hopper_float8
-from xen_moe_jax.pallas_kernels.hopper import float8_quantize
+from xen_moe_jax.pallas_kernels.hopper import float8_activation, float8_quantize
 from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.hopper.float8_contraction import rows_by_rows
 from xen_moe_jax.pallas_kernels.hopper.float8_rows import BLOCK, Quantized, activated_rows, rows_by_weights
@@ -246,6 +246,26 @@ def test_quantized_bits(name):
     dequantized = wide_rows(expected).astype(np.float32)
     wanted, _ = columns_of(dequantized[:, : x.shape[1]], sizes)
     compare(again, wanted, "columns of quantized rows", (slice(None), slice(total * BLOCK)), slice(total))
+
+
+def test_tiles_that_are_claimed_have_the_same_bits():
+    """The backward pass of the activation beside a pending operation, whose thread blocks keep multiprocessors."""
+    sizes, width = (300, 0, 77, 1, 130), 384
+    keys = jax.random.split(jax.random.key(4), 4)
+    by, gate, up = (jax.random.normal(key, (sum(sizes), width), jnp.bfloat16) for key in keys[:3])
+    facts, blocks = float8_quantize.blocks_of_groups(jnp.asarray(sizes, jnp.int32), sum(sizes))
+    given = by, (gate, up), jax.random.uniform(keys[3], (sum(sizes),)), facts
+    used = int(blocks.sum()) * BLOCK
+    dealt, claimed = (float8_activation.gradients(SWIGLU, *given, claimed=claimed) for claimed in (False, True))
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(dealt), jax.tree.leaves(claimed), strict=True):
+        one, other = (np.asarray(array) for array in (one, other))
+        if one.ndim == 3:  # scales of rows
+            one, other = (array[:, :, : sum(sizes)] for array in (one, other))
+        elif one.shape[0] == width:  # columns of blocks
+            one, other = (array[:, :used] for array in (one, other))
+        elif one.shape[1:] == (width,) and one.dtype == np.float32:  # scales of blocks
+            one, other = (array[: used // BLOCK] for array in (one, other))
+        np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8), jax.tree_util.keystr(path))
 
 
 def test_tokens_for_the_wire():

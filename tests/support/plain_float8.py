@@ -117,7 +117,7 @@ class Activations:
     """`float8_activation` in plain JAX."""
 
     @staticmethod
-    def gradients(activation, by_inner, projections, row_weights, blocks):
+    def gradients(activation, by_inner, projections, row_weights, blocks, *, claimed=False):
         by, *wide = (a.astype(jnp.float32) for a in (by_inner, *projections))
         inner, by_row_weights = activation(*wide), None
         if row_weights is not None:

@@ -244,7 +244,9 @@ def back(activation: Activation, kept: Any, cotangent: Any, row_weights: Any = N
     inner, by_row_weights = None, None
     if of_last is not None or any(of is not None for of in of_first):
         given = by_inner, projections, row_weights, facts
-        both, inner, by_row_weights = _varying(float8_activation.gradients(activation, *given), cotangent)
+        both, inner, by_row_weights = _varying(
+            float8_activation.gradients(activation, *given, claimed=in_overlap()), cotangent
+        )
     else:
         wide, by_wide = [p.astype(jnp.float32) for p in projections], by_inner.astype(jnp.float32)
         if row_weights is not None:
