@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import xen_moe_jax as xm
 from tests.support.cases import ROUTINGS
 from xen_moe_jax.experts import hopper, hopper_float8
+from xen_moe_jax.experts.grouped_matmul import warn_once
 from xen_moe_jax.pallas_kernels.hopper import float8_activation, float8_quantize
 from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.hopper.float8_contraction import rows_by_rows
@@ -460,3 +461,39 @@ def test_a_layer_with_nan(layer):
     got = run(True, x=x.at[7, 3].set(jnp.nan).at[100, 500].set(jnp.inf))[0]
     assert np.isnan(got[[7, 100]]).all()
     np.testing.assert_array_equal(np.delete(got, [7, 100], 0), np.delete(clean, [7, 100], 0))
+
+
+@pytest.mark.gpu2
+def test_a_layer_in_int8():
+    """Experts in int8 behind an int8 wire, on two ranks: multiplied in plain JAX, which a warning says once. Value and
+    gradients are those of the reference backend."""
+    experts, hidden, width = 6, 256, 192
+    keys = iter(jax.random.split(jax.random.key(12), 8))
+    x = jax.random.normal(next(keys), (128, hidden), jnp.bfloat16)
+    weights, idx = jax.lax.top_k(jax.random.uniform(next(keys), (128, experts)), 2)
+    shapes = (experts, hidden, width), (experts, hidden, width), (experts, width, hidden)
+    matrices = [jax.random.normal(next(keys), shape, jnp.bfloat16) * shape[1] ** -0.5 for shape in shapes]
+    mesh = jax.make_mesh((2,), ("ep",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+
+    def both(backend, dtype="int8"):
+        def body(x, idx, weights, matrices):
+            config = xm.KernelConfig(backend=backend)
+            given = {"num_experts": experts, "axis_name": "ep", "experts": dtype, "wire": dtype, "config": config}
+            return xm.moe_mlp(x, idx, weights, *matrices, **given)
+
+        def layer(x, weights, matrices):
+            return jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))(x, idx, weights, matrices)
+
+        out, pull = jax.vjp(layer, x, weights, matrices)
+        return out, pull(x)
+
+    def run(backend, dtype="int8"):
+        return jax.tree.map(lambda a: np.asarray(a, np.float64), jax.jit(functools.partial(both, backend, dtype))())
+
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="experts in int8 are multiplied in plain JAX on GPUs, slowly") as said:
+        got = run("cuda")
+        exact = run("reference")
+    assert sum("experts in int8" in str(warning.message) for warning in said) == 1
+    assert_cosines(got, exact, 0.99999)
+    assert_cosines(got, run("cuda", None), 0.999)
