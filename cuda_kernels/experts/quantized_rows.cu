@@ -630,8 +630,8 @@ int FindHopper(int* device, bool* hopper) {
   return cudaSuccess;
 }
 
-// Launches the kernel of a format, with a block for each multiprocessor unless there are fewer tiles. Returns a
-// cudaError_t.
+// Launches the kernel of a format, with a block for each multiprocessor unless there are fewer tiles or they are
+// claimed. Returns a cudaError_t.
 template <WeightFormat kFormat>
 int LaunchFormat(const QuantizedRowsParams& p, int multiprocessors, cudaStream_t stream) {
   using S = Shape<kFormat>;
@@ -646,7 +646,7 @@ int LaunchFormat(const QuantizedRowsParams& p, int multiprocessors, cudaStream_t
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(most, multiprocessors))),
+  config.gridDim = dim3(static_cast<unsigned>(p.claimed ? most : std::min<int64_t>(most, multiprocessors)));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = S::kSharedBytes, config.stream = stream, config.attrs = &early, config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, kernel, p, maps);

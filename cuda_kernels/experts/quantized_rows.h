@@ -27,6 +27,7 @@ struct QuantizedRowsParams {
   WeightFormat format;
   int block_rows, block_columns;  // elements that share a scale: block_rows is a multiple of 64, or depth or more
   int scale_rows, scale_columns;
+  bool claimed;  // a thread block for each tile: beside operations that keep multiprocessors, no block waits for one
 };
 
 // Queues the kernel on `stream` of the current device, a Hopper GPU; returns a cudaError_t. It neither allocates nor

@@ -7,6 +7,7 @@ import pytest
 
 import xen_moe_jax as xm
 from tests.support.quantized import FORMATS, quantized_weight, widen_in_numpy
+from xen_moe_jax import _overlap
 from xen_moe_jax.experts import hopper, quantized
 from xen_moe_jax.experts.function import ExpertFunction
 from xen_moe_jax.experts.mlp import grouped_experts
@@ -63,10 +64,17 @@ def test_experts_with_few_rows_call_it_twice(name, on_hopper):
     rows, sizes = jnp.zeros((24, 256), jnp.bfloat16), jnp.zeros(3, jnp.int32)
     gate = quantized_weight(name, 3, 256, 128)
     weights = {"gate": gate, "up": gate, "down": quantized_weight(name, 3, 128, 256)}
-    program = jax.jit(lambda rows, weights: grouped_experts(ExpertFunction(), rows, sizes, weights))
-    text = program.trace(rows, weights).lower(lowering_platforms=("cuda",)).as_text()
+
+    def lowered():
+        program = jax.jit(lambda rows, weights: grouped_experts(ExpertFunction(), rows, sizes, weights))
+        return program.trace(rows, weights).lower(lowering_platforms=("cuda",)).as_text()
+
+    text = lowered()
     assert text.count(f"@{quantized.TARGET}") == 2 and "3x256x128xbf16" not in text and "ragged" not in text
     assert f"block_rows = {gate.block[0]} : i64" in text and ("dims = [0, 1, 3, 2]" in text) == (name == "MXFP4")
+    assert text.count("claimed = false") == 2
+    with _overlap.overlap_work():  # beside a pending operation
+        assert lowered().count("claimed = true") == 2
 
 
 def test_it_is_not_taken_for_another_choice(on_hopper):

@@ -19,6 +19,7 @@ import numpy as np
 from xen_moe_jax._jax_internals import varying_axes
 from xen_moe_jax._mesh import vary, vary_alike
 from xen_moe_jax._mxfp4 import BLOCK as FP4_BLOCK
+from xen_moe_jax._overlap import define_derivative, in_overlap
 from xen_moe_jax._quantized_weight import SCALED, QuantizedWeight, without_gradient
 from xen_moe_jax.backends.base import BackendUnavailable
 from xen_moe_jax.backends.cuda import module
@@ -111,7 +112,8 @@ def _multiply(block: tuple[int, int], rows: jax.Array, group_sizes: jax.Array, *
         rows = even_elements_first(rows)
     results = [jax.ShapeDtypeStruct((rows.shape[0], values.shape[2]), rows.dtype) for values in leaves[::2]]
     call = jax.ffi.ffi_call(TARGET, results, vmap_method="sequential")
-    products = call(rows, group_sizes, *leaves, block_rows=np.int64(block[0]), block_columns=np.int64(block[1]))
+    sizes = {"block_rows": np.int64(block[0]), "block_columns": np.int64(block[1])}
+    products = call(rows, group_sizes, *leaves, **sizes, claimed=in_overlap())
     return [vary(product, varying_axes(rows)) for product in products]
 
 
@@ -130,7 +132,7 @@ def _backward(block: tuple[int, int], kept: Any, cotangents: list[jax.Array]) ->
     return (total, None, *(None for _ in leaves))
 
 
-_multiply.defvjp(_forward, _backward)
+define_derivative(_multiply, _forward, _backward)
 
 
 def even_elements_first(rows: jax.Array) -> jax.Array:
