@@ -63,7 +63,7 @@ ffi::Error Decode(const ffi::AnyBuffer& rows, const ffi::AnyBuffer& values, int6
 }
 
 // rows bf16 [C, A], group_sizes int32 [L], then values and scales of each matrix -> bf16 [C, B] for each matrix.
-ffi::Error QuantizedRows(cudaStream_t stream, int64_t block_rows, int64_t block_columns, bool claimed,
+ffi::Error QuantizedRows(cudaStream_t stream, int64_t block_rows, int64_t block_columns, int64_t claimed,
                          ffi::RemainingArgs args, ffi::RemainingRets results) {
   const size_t matrices = results.size();
   if (matrices < 1 || matrices > kMaxWeightMatrices || args.size() != 2 + 2 * matrices) {
@@ -73,7 +73,7 @@ ffi::Error QuantizedRows(cudaStream_t stream, int64_t block_rows, int64_t block_
   const ffi::AnyBuffer first = *args.get<ffi::AnyBuffer>(2);
   QuantizedRowsParams p{};
   if (ffi::Error error = Decode(rows, first, block_rows, block_columns, &p); !error.success()) return error;
-  p.claimed = claimed;
+  p.claimed = claimed != 0;
   const bool fp4 = p.format == WeightFormat::kMxfp4;
   std::vector<Expected> expected = {{"rows", rows, ffi::BF16, {p.capacity, p.depth}},
                                     {"group_sizes", sizes, ffi::S32, {p.groups}}};
@@ -105,7 +105,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kQuantizedRows, QuantizedRows,
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Attr<int64_t>("block_rows")
                                   .Attr<int64_t>("block_columns")
-                                  .Attr<bool>("claimed")
+                                  .Attr<int64_t>("claimed")
                                   .RemainingArgs()
                                   .RemainingRets(),
                               {ffi::Traits::kCmdBufferCompatible});

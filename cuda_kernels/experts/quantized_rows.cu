@@ -128,12 +128,19 @@ __device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uin
       "l"(map), "r"(barrier), "r"(x), "r"(y)
       : "memory");
 }
-__device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int z) {
+// Of weights, which are read once: the L2 cache may drop them before rows and scales. `policy`: from `ReadOnce`.
+__device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int z,
+                                        uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
-          "r"(to),
-      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(policy)
       : "memory");
+}
+__device__ __forceinline__ uint64_t ReadOnce() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
 }
 // Loads units of eight rows of 16 bytes, transposed. `from`: the shared address of this lane's 16 bytes, of row `lane`
 // of the first 32 rows.
@@ -331,24 +338,35 @@ struct BlockScales {
 // Returns i where 8 << i rows (8, 16, 32 or 64) are loaded and multiplied for a tile of `count` rows.
 __device__ __forceinline__ int RowWidth(int count) { return count <= 8 ? 0 : count <= 16 ? 1 : count <= 32 ? 2 : 3; }
 
+// Brings row `row` of the float scales of a tile's columns to the L2 cache, stages before `BlockScales` reads them.
+__device__ __forceinline__ void PrefetchScales(const QuantizedRowsParams& p, const Tile& tile, int row) {
+  const auto* scales = static_cast<const float*>(p.matrices[tile.matrix].scales) +
+                       (static_cast<int64_t>(tile.group) * p.scale_rows + row) * p.scale_columns;
+  for (int column = tile.column; column < min(tile.column + kColumns, p.columns); column += 32 * p.block_columns) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(scales + column / p.block_columns) : "memory");
+  }
+}
+
 // Requests a tile's stages, one after the other.
 template <class S>
 __device__ __forceinline__ void Load(const QuantizedRowsParams& p, const Maps& maps, const Tile& tile, const Ring& ring,
                                      Slot& slot) {
   const int width = RowWidth(tile.count), row_bytes = (8 << width) * kAtom;
+  const uint64_t once = ReadOnce();
   for (int depth = 0; depth < p.depth; depth += kStageDepth) {
     Await(ring.released + 8 * slot.index, slot.phase ^ 1);
     const uint32_t barrier = ring.loaded + 8 * slot.index, stage = ring.stages + slot.index * S::kStageBytes;
     ExpectBytes(barrier, 2 * row_bytes + S::kWeightBytes + S::kScaleBytes);
     const int byte_row = S::kFp4 ? depth / 2 : depth;
+    if (!S::kFp4 && depth % p.block_rows == 0) PrefetchScales(p, tile, depth / p.block_rows);
 #pragma unroll
     for (int at = 0; at < kColumns; at += kAtom) {
       LoadBox(stage + S::kRowBytes + at * S::kByteRows, &maps.values[tile.matrix], barrier, tile.column + at, byte_row,
-              tile.group);
+              tile.group, once);
     }
     if constexpr (S::kFp4) {
       LoadBox(stage + S::kRowBytes + S::kWeightBytes, &maps.exponents[tile.matrix], barrier, tile.column,
-              depth / kFp4Block, tile.group);
+              depth / kFp4Block, tile.group, once);
     }
     LoadBox(stage, &maps.rows[width], barrier, depth, tile.row);
     LoadBox(stage + kTileRows * kAtom, &maps.rows[width], barrier, depth + 64, tile.row);

@@ -134,6 +134,25 @@ def test_int8_has_no_kernels_on_a_hopper_gpu_and_says_so_once(monkeypatch):
         jax.eval_shape(matmuls[1], rows, weights, jnp.asarray(SIZES))
 
 
+def test_int8_is_multiplied_as_bfloat16_on_cuda_alone(monkeypatch):
+    """There XLA's own int8 matmuls can be wrong. The bits are those of int32 sums."""
+    given = tuple(map(jnp.asarray, operands()))
+
+    def both(rows, weights, cotangent):
+        out, pull = jax.vjp(lambda *given: float8.in_int8(*given, jnp.asarray(SIZES)), rows, weights)
+        return out, pull(cotangent)
+
+    traced = jax.jit(both).trace(*given)
+    for platform, narrow in (("cpu", True), ("tpu", True), ("cuda", False)):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        products = [line for line in text.splitlines() if re.search(r"ragged_dot\"?\(|dot_general", line)]
+        assert products and all(("xi8>" in line) == narrow for line in products), (platform, products)
+    exact = jax.jit(both)(*given)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *operands, cuda, default: cuda(*operands))
+    for one, other in zip(jax.tree.leaves(jax.jit(lambda *a: both(*a))(*given)), jax.tree.leaves(exact), strict=True):
+        assert_bits(one, other, "as bfloat16")
+
+
 def test_weights_as_they_are():
     rows, weights, cotangent = (jnp.asarray(a) for a in operands())
     values, scales = jax.jit(float8.quantize_weights)(weights)

@@ -5,7 +5,7 @@ Rows have a scale for 128 elements, weights one for 128 x 128 (DeepSeek-V3, arXi
 is the sum, in ascending order, of blocks of 128 of the contracted dimension: each block is a float32 sum of products,
 which are exact, times the product of both scales, added to a float32 sum. The result is rounded to the rows' dtype
 once. In int8 the sum of a block is an int32, and exact; `jax.lax.ragged_dot` gets int8 operands, which a TPU's MXU
-multiplies as they are.
+multiplies as they are (on CUDA: bfloat16, with the same sums).
 
 The gradient of the rows is such a product, too: the cotangent, quantized for 128 elements along the dimension that is
 contracted then, is multiplied by the same quantized weights. The gradient of the weights contracts the rows of each
@@ -20,6 +20,7 @@ its row or its column.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -268,20 +269,32 @@ def _product(
     total = None
     for k in range(row_scales.shape[1]):
         block = slice(k * BLOCK, min((k + 1) * BLOCK, depth))
-        left, right, sums = _factors(row_values[:, block], values[:, block])
-        part = jax.lax.ragged_dot(left, right, group_sizes, preferred_element_type=sums).astype(jnp.float32)
+        part = _sums(jax.lax.ragged_dot, row_values[:, block], values[:, block], group_sizes)
         of_columns = jnp.repeat(scales[:, k][group], BLOCK, axis=1)[:, : values.shape[2]]
         part = part * (row_scales[:, k, None] * of_columns)
         total = part if total is None else total + part
     return jnp.zeros((count, values.shape[2]), jnp.float32) if total is None else total
 
 
-def _factors(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
-    """Returns quantized factors as they are multiplied, and the dtype of sums of 128 products: int8 has exact sums in
-    int32; fp8 becomes bfloat16, which holds each of its numbers."""
-    if left.dtype == jnp.int8:
-        return left, right, jnp.int32
-    return left.astype(jnp.bfloat16), right.astype(jnp.bfloat16), jnp.float32
+def _sums(multiply: Callable[..., jax.Array], left: jax.Array, right: jax.Array, *others: jax.Array) -> jax.Array:
+    """Returns `multiply(left, right, *others, preferred_element_type=...)` of quantized factors, sums of up to 128
+    products, in float32. fp8 becomes bfloat16, which holds each of its numbers; int8 has exact sums in int32.
+
+    For CUDA, int8 becomes bfloat16 as well. Its sums stay below 2**24, so that they are exact in float32, too. XLA's
+    tile for int8 without autotuning is 16 elements deep, fills both halves of an instruction that multiplies 32, and so
+    counts each product twice (jax 0.11.2).
+    """
+
+    def wide(left: jax.Array, right: jax.Array, *others: jax.Array) -> jax.Array:
+        factors = left.astype(jnp.bfloat16), right.astype(jnp.bfloat16)
+        return multiply(*factors, *others, preferred_element_type=jnp.float32)
+
+    def narrow(*operands: jax.Array) -> jax.Array:
+        return multiply(*operands, preferred_element_type=jnp.int32).astype(jnp.float32)
+
+    if left.dtype != jnp.int8:
+        return wide(left, right, *others)
+    return jax.lax.platform_dependent(left, right, *others, cuda=wide, default=narrow)
 
 
 def _contract_rows(dtype: str, rows: jax.Array, cotangent: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -308,8 +321,7 @@ def _contract_rows(dtype: str, rows: jax.Array, cotangent: jax.Array, group_size
 
     def add(total: jax.Array, block: Any) -> tuple[jax.Array, None]:
         (left, left_scales), (right, right_scales), expert = block
-        left, right, sums = _factors(left, right)
-        products = jnp.einsum("ar,br->ab", left, right, preferred_element_type=sums).astype(jnp.float32)
+        products = _sums(functools.partial(jnp.einsum, "ar,br->ab"), left, right)
         return total.at[expert].add(products * (left_scales[:, None] * right_scales[None, :])), None
 
     start = jnp.zeros((local, rows.shape[1], cotangent.shape[1]), jnp.float32)

@@ -113,7 +113,7 @@ def _multiply(block: tuple[int, int], rows: jax.Array, group_sizes: jax.Array, *
     results = [jax.ShapeDtypeStruct((rows.shape[0], values.shape[2]), rows.dtype) for values in leaves[::2]]
     call = jax.ffi.ffi_call(TARGET, results, vmap_method="sequential")
     sizes = {"block_rows": np.int64(block[0]), "block_columns": np.int64(block[1])}
-    products = call(rows, group_sizes, *leaves, **sizes, claimed=in_overlap())
+    products = call(rows, group_sizes, *leaves, **sizes, claimed=np.int64(in_overlap()))
     return [vary(product, varying_axes(rows)) for product in products]
 
 
