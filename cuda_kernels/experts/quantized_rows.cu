@@ -128,19 +128,13 @@ __device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uin
       "l"(map), "r"(barrier), "r"(x), "r"(y)
       : "memory");
 }
-// Of weights, which are read once: the L2 cache may drop them before rows and scales. `policy`: from `ReadOnce`.
 __device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int z,
-                                        uint64_t policy) {
+                                        uint64_t cached) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
-      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(policy)
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(cached)
       : "memory");
-}
-__device__ __forceinline__ uint64_t ReadOnce() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
 }
 // Loads units of eight rows of 16 bytes, transposed. `from`: the shared address of this lane's 16 bytes, of row `lane`
 // of the first 32 rows.
@@ -352,7 +346,8 @@ template <class S>
 __device__ __forceinline__ void Load(const QuantizedRowsParams& p, const Maps& maps, const Tile& tile, const Ring& ring,
                                      Slot& slot) {
   const int width = RowWidth(tile.count), row_bytes = (8 << width) * kAtom;
-  const uint64_t once = ReadOnce();
+  uint64_t once;  // weights: the L2 cache may drop them before rows and scales
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
   for (int depth = 0; depth < p.depth; depth += kStageDepth) {
     Await(ring.released + 8 * slot.index, slot.phase ^ 1);
     const uint32_t barrier = ring.loaded + 8 * slot.index, stage = ring.stages + slot.index * S::kStageBytes;
