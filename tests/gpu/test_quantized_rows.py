@@ -9,6 +9,7 @@ import pytest
 
 import xen_moe_jax as xm
 from tests.support.quantized import FORMATS, quantized_weight, widen_in_numpy
+from xen_moe_jax._overlap import overlap_work
 from xen_moe_jax.experts import hopper, quantized
 from xen_moe_jax.experts.function import ExpertFunction
 from xen_moe_jax.experts.mlp import grouped_experts
@@ -80,6 +81,19 @@ def test_bits_of_the_widened_weights(name):
     others = jax.jit(hopper.grouped_matmul)(rows, weight.widen(jnp.bfloat16), group_sizes)
     used = sum(sizes)
     np.testing.assert_array_equal(np.asarray(out[:used], np.float32), np.asarray(others[:used], np.float32))
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "MXFP4"])
+def test_beside_a_pending_operation(name):
+    """A thread block for each tile in place of one for each multiprocessor: the same bits."""
+    for sizes in SIZES.values():
+        given = operands(name, sizes, *SHAPES[1])
+        with overlap_work():
+            claimed = jax.jit(lambda rows, weight, sizes: quantized.grouped_matmuls(rows, [weight, weight], sizes))(
+                *given
+            )
+        for one, other in zip(claimed, products(*given), strict=True):
+            np.testing.assert_array_equal(one[: sum(sizes)], other[: sum(sizes)])
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "MXFP4"])
