@@ -1,6 +1,7 @@
 """`KernelConfig.ranks_per_node` without GPUs: its effect on results, the values refused, and the layer that refuses
 them."""
 
+import contextlib
 import functools
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from xen_moe_jax.backends.cuda import processes
 
 RANKS, TOKENS, HIDDEN, TOP_K, EXPERTS = 4, 16, 128, 4, 8
 
@@ -101,3 +103,21 @@ def test_tpu_kernels_take_nodes_from_the_mesh_alone():
 def test_memory_is_asked_for_nodes_of_equal_size(given):
     with pytest.raises(ValueError, match=f"buffer_size_hint: ranks_per_node={given}"):
         xm.buffer_size_hint(num_tokens=8, hidden=128, num_ranks=4, ranks_per_node=given)
+
+
+@pytest.mark.parametrize(
+    ("group", "per_node", "words"),
+    [
+        ([[0, 1], [2, 3], [4, 5], [6, 7]], 2, None),
+        ([[0, 4], [1, 5], [2, 6], [3, 7]], 2, "ranks 0 and 1 .* processes 0 and 4, .*ranks_per_node=1"),
+        ([[0, 4, 1, 5]], 1, None),
+        ([[0, 1, 4, 5]], 4, "ranks 0 and 2 .* processes 0 and 4, .*nodes of 2 .* each 4 .*ranks_per_node=2"),
+        ([[0, 1, 5, 4], [2, 3, 6, 7]], 2, None),
+    ],
+    ids=str,
+)
+def test_neighbours_share_a_node(group, per_node, words, monkeypatch):
+    """(dp=4, ep=2) and (ep=2, dp=4) over four nodes of two processes, and axes of four ranks; one GPU a process."""
+    monkeypatch.setattr(processes, "_domain", 2)
+    with contextlib.nullcontext() if words is None else pytest.raises(ValueError, match=words):
+        processes.check_neighbours(np.array(group), per_node)

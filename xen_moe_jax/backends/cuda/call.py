@@ -108,7 +108,7 @@ def ffi_call(
 ):
     """Makes one FFI call; for an asynchronous operation the start, which XLA may not remove. Returns a list of
     results."""
-    devices.prepare(keys)
+    devices.prepare(keys, attrs["ranks_per_node"] if attrs.get("chunk_tokens") else keys.shape[1])
     if attrs.get("flight"):
         target, kw = f"{target}_start", {**kw, "has_side_effect": True}
     function = jax.ffi.ffi_call(target, results, **kw)

@@ -71,9 +71,9 @@ def _job_devices() -> frozenset[Any]:
     return frozenset(jax.devices())
 
 
-def prepare(keys: np.ndarray) -> None:
+def prepare(keys: np.ndarray, per_node: int) -> None:
     """Registers the FFI targets, tells the module about this job, and starts memory between processes if a group spans
-    several.
+    several, whose `per_node` consecutive ranks must share NVLink.
 
     A program that was lowered elsewhere does without: its handlers do the same when it is loaded. Here, an error has
     the type and the traceback that belong to the caller's line.
@@ -83,6 +83,7 @@ def prepare(keys: np.ndarray) -> None:
     owner = keys // compiled.devices_per_process
     if keys.min() >= 0 and (owner != owner[:, :1]).any():
         processes.start(compiled)
+        processes.check_neighbours(owner, per_node)
 
 
 def num_sms(mesh: Any) -> int:

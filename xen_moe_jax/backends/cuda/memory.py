@@ -100,7 +100,7 @@ def open_buffer(
 ) -> Memory:
     """Allocates on every rank. Collective when the axis spans processes."""
     keys = devices.groups(mesh, axis_name)
-    devices.prepare(keys)
+    devices.prepare(keys, ranks_per_node or keys.shape[1])
     return Memory(keys, channel, size_bytes, ranks_per_node)
 
 

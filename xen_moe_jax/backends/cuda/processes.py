@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from xen_moe_jax import _jax_internals
 from xen_moe_jax.backends.base import BackendUnavailable
@@ -195,3 +196,36 @@ def ranks_per_node(compiled: Callable[[], Any], num_ranks: int) -> int | None:
             "pass KernelConfig.ranks_per_node, with ranks numbered node by node"
         )
     return _domain
+
+
+def check_neighbours(processes: np.ndarray, per_node: int) -> None:
+    """Checks that ranks which the kernels take as neighbours share NVLink, before a kernel stores at one by pointer.
+
+    Args:
+      processes: `[groups, ranks]`, the process of each rank of an operation's groups.
+      per_node: number of consecutive ranks that are neighbours.
+
+    Raises:
+      ValueError: two of these ranks are on different nodes.
+    """
+    if _domain == 0:
+        return
+    nodes, ranks = processes // _domain, processes.shape[1]
+
+    def strangers(count: int) -> np.ndarray:
+        """Returns bool `[groups, ranks]`: True where a rank is on another node than the first of its neighbours."""
+        blocks = nodes.reshape(len(nodes), -1, count)
+        return (blocks != blocks[..., :1]).reshape(nodes.shape)
+
+    wrong = np.argwhere(strangers(per_node))
+    if not len(wrong):
+        return
+    group, rank = wrong[0].tolist()
+    first = rank // per_node * per_node
+    fitting = max(n for n in range(1, ranks + 1) if ranks % n == 0 and not strangers(n).any())
+    raise ValueError(
+        f"ranks {first} and {rank} of a group are processes {processes[group, first]} and {processes[group, rank]}, on "
+        f"different nodes of {_domain} processes, and an operation takes each {per_node} consecutive ranks as "
+        "neighbours: order the mesh's devices and axes so that they are processes of one node, or pass one axis and "
+        f"KernelConfig(ranks_per_node={fitting})"
+    )
