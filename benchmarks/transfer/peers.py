@@ -1,5 +1,4 @@
-"""Peers of `python -m benchmarks transfer`: raw UCX, raw NIXL, DLSlime's TCP endpoint, JAX's own transfer, a plain
-copy.
+"""Peers of `python -m benchmarks transfer`: raw UCX, raw NIXL and a plain copy.
 
 "Raw UCX" is a loop in C over the same library, worker, endpoint and key as the engine's: a put for each piece, a flush
 for each operation. "Raw NIXL" is NIXL's Python interface with requests that were prepared before the clock runs. The
@@ -17,7 +16,7 @@ import pathlib
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,10 +27,7 @@ Cell = tuple[str, int, int, int]
 Operation = Callable[[int], None]
 """Runs that many operations at once, and returns when all have ended."""
 
-Measured = Iterator[tuple[Cell, Operation | list[float]]]
-"""A cell, and the operation to time in it or the seconds that were measured elsewhere."""
-
-MIB = 1 << 20
+RAW_UCX, RAW_NIXL, COPY = PEERS = ("raw UCX", "raw NIXL", "copy in one process")
 
 
 def unavailable(module: str) -> str | None:
@@ -67,10 +63,6 @@ def _compiled_loop() -> Any:
         function = ctypes.CDLL(str(library)).run_operations
     function.argtypes = [ctypes.POINTER(_Loop), ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
     return function
-
-
-def raw_ucx_missing() -> str | None:
-    return None if _compiled_loop() else "no C compiler (cc) to build its loop with"
 
 
 def raw_ucx(engine: Any, place: Any, piece: Any, pages: Any) -> Operation:
@@ -162,71 +154,16 @@ class RawNixl:
         return operation
 
 
-def dlslime(target: Any, table: list[Cell]) -> Measured:
-    """DLSlime's TCP endpoint, between host memories (on a GPU machine, too): a write with a list of pieces."""
-    from dlslime import TcpEndpoint
-
-    endpoint = TcpEndpoint("127.0.0.1", 0)
-    most = max(2 * size * batch for _, size, batch, _ in table)
-    source = np.zeros((most,), np.uint8)
-    local = endpoint.register_memory_region("source", source.ctypes.data, 0, most)
-    there = target("dlslime_info")
-    answer = target.start("dlslime", nbytes=most, info=endpoint.endpoint_info())
-    endpoint.connect(there)
-    remote = endpoint.register_remote_memory_region("target", answer()["memory"])
-    for cell in table:
-        _, size, batch, concurrency = cell
-        pieces = [(local, remote, offset, offset, size) for offset in range(0, 2 * batch * size, 2 * size)]
-
-        def operation(count: int, pieces: Any = pieces) -> None:
-            for future in [endpoint.write(pieces) for _ in range(count)]:
-                if status := future.wait():
-                    raise RuntimeError(f"DLSlime reports status {status}")
-
-        if batch * concurrency <= 64 and size * batch * concurrency <= 64 * MIB:  # More of it takes seconds a round.
-            yield cell, operation
-    endpoint.shutdown()
-
-
-def jax_transfer(target: Any, table: list[Cell]) -> Measured:
-    """`jax.experimental.transfer`: the target pulls; every array is offered before the clock runs."""
-    import jax
-    from jax.experimental import transfer
-
-    device = jax.local_devices()[0]
-    server = transfer.start_transfer_server(device.client, "127.0.0.1:0", ["127.0.0.1:0"])
-    number = 0
-    for cell in table:
-        kind, size, batch, concurrency = cell
-        if kind != "sizes" or concurrency > 1:
-            continue
-        repeats = 5 if size * batch > MIB else 20
-        arrays = [jax.device_put(np.zeros((size,), np.uint8), device) for _ in range(batch)]
-        jax.block_until_ready(arrays)
-        for offered in range(number, number + repeats):
-            server.await_pull(offered, arrays)
-        reply = target("pull", address=server.address(), first=number, count=repeats, batch=batch, nbytes=size)
-        number += repeats
-        yield cell, reply["seconds"][2:]
-
-
-def copies(target: Any, table: list[Cell]) -> Measured:
-    """Measures one copy at a time inside one process: GPU to GPU over NVLink, or memory to memory."""
+def copy(size: int) -> Operation | None:
+    """One copy at a time inside one process: GPU to GPU over NVLink, or memory to memory; None with a single GPU."""
     import jax
 
-    devices = jax.local_devices()
-    on_cpu = devices[0].platform == "cpu"
-    if not on_cpu and len(devices) < 2:
-        return
-    for cell in table:
-        kind, size, batch, concurrency = cell
-        if kind == "sizes" and batch == concurrency == 1:
-            host = np.zeros((2, size), np.uint8)
-            if on_cpu:
-                yield cell, _host_copy(host)
-            else:
-                arrays = [jax.block_until_ready(jax.device_put(host[0], device)) for device in devices[:2]]
-                yield cell, _driver_copy(*arrays)
+    devices, host = jax.local_devices(), np.zeros((2, size), np.uint8)
+    if devices[0].platform == "cpu":
+        return _host_copy(host)
+    if len(devices) < 2:
+        return None
+    return _driver_copy(*(jax.block_until_ready(jax.device_put(host[0], device)) for device in devices[:2]))
 
 
 def _host_copy(host: np.ndarray) -> Operation:
@@ -263,13 +200,6 @@ def left_out(peer: str, chosen: str) -> str | None:
     """Returns the reason why a peer is not measured, or None; `chosen` are the names in `--peers`."""
     if chosen != "all" and peer not in (name.strip() for name in chosen.split(",")):
         return f"--peers {chosen}"
-    if peer == "raw UCX":
-        return raw_ucx_missing()
-    return unavailable("nixl" if peer == "raw NIXL" else PEERS[peer][1])
-
-
-PEERS: dict[str, tuple[Callable[[Any, list[Cell]], Measured], str]] = {
-    "DLSlime TCP": (dlslime, "dlslime"),
-    "jax.experimental.transfer": (jax_transfer, "jax.experimental.transfer"),
-    "copy in one process": (copies, "numpy"),
-}
+    if peer == RAW_UCX and _compiled_loop() is None:
+        return "no C compiler (cc) to build its loop with"
+    return unavailable("nixl") if peer == RAW_NIXL else None

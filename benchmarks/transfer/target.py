@@ -1,5 +1,4 @@
-"""The other process of `python -m benchmarks transfer`: it holds windows, pulls the arrays that JAX's own transfer
-offers, and reports arrivals.
+"""The other process of `python -m benchmarks transfer`: it holds windows and reports arrivals.
 
 Reads one JSON command a line, answers with one JSON object a line.
 """
@@ -11,7 +10,6 @@ import hashlib
 import json
 import os
 import sys
-import time
 from typing import Any
 
 
@@ -27,11 +25,8 @@ class Target:
         self.device = _device.default()
         self.engine = xt.Engine(name="target")
         self.windows: dict[str, Any] = {}
-        self.kept: list[Any] = []
-        self.server: Any = None
         self.agent: Any = None
         self.registered: tuple = ()
-        self.endpoint: Any = None
 
     def describe(self) -> dict:
         return {"descriptor": self.engine.descriptor.hex(), "device": str(self.device)}
@@ -70,37 +65,6 @@ class Target:
         self.agent.deregister_memory(self.registered[0])
         self.registered = ()
         return {}
-
-    def dlslime_info(self) -> dict:
-        """A TCP endpoint that is waiting for its peer."""
-        from dlslime import TcpEndpoint
-
-        self.endpoint = TcpEndpoint("127.0.0.1", 0)
-        return self.endpoint.endpoint_info()
-
-    def dlslime(self, nbytes: int, info: dict) -> dict:
-        array = self.np.zeros((nbytes,), self.np.uint8)
-        self.endpoint.register_memory_region("target", array.ctypes.data, 0, nbytes)
-        self.endpoint.connect(info)
-        self.kept.append(array)
-        return {"memory": self.endpoint.mr_info()["target"]}
-
-    def pull(self, address: str, first: int, count: int, batch: int, nbytes: int) -> dict:
-        """Seconds of each pull of `batch` arrays by `jax.experimental.transfer`."""
-        from jax.experimental import transfer
-
-        device = self.device
-        if self.server is None:
-            self.server = transfer.start_transfer_server(device.client, "127.0.0.1:0", ["127.0.0.1:0"])
-            self.connection = self.server.connect(address)
-        sharding = self.jax.sharding.SingleDeviceSharding(device)
-        avals = [self.jax.ShapeDtypeStruct((nbytes,), self.np.uint8, sharding=sharding)] * batch
-        seconds = []
-        for number in range(first, first + count):
-            begun = time.perf_counter()
-            self.jax.block_until_ready(self.connection.pull(number, avals))
-            seconds.append(time.perf_counter() - begun)
-        return {"seconds": seconds}
 
 
 def main() -> None:

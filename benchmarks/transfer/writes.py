@@ -1,5 +1,4 @@
-"""`python -m benchmarks transfer`: writes from this process to another one of the host, beside raw NIXL, raw
-UCX and JAX's own transfer.
+"""`python -m benchmarks transfer`: writes from this process to another one of the host, beside raw NIXL and raw UCX.
 
 Every row is one size, one batch (pieces of an operation, none of them neighbours) and one concurrency (operations in
 flight). Seconds are from the start of the operations to the confirmation that all bytes are in the other process's
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.transfer import peers as transfer_peers
-from benchmarks.transfer.peers import Cell, Operation
+from benchmarks.transfer.peers import COPY, RAW_NIXL, RAW_UCX, Cell, Operation
 from tools.children import bound
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -38,7 +37,7 @@ TURNS = 5
 MOST_REPEATS = 400
 
 
-OURS, RAW_UCX, RAW_NIXL = "this package", "raw UCX", "raw NIXL"
+OURS = "this package"
 
 
 class TargetProcess:
@@ -242,7 +241,7 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
     target = TargetProcess(1 if len(gpus) > 1 else 0 if gpus else None)
     table = cells(options.sizes or SIZES)
     document = report.header(arguments, None) | {"results": [], "not_measured": {}}
-    for peer in (RAW_UCX, RAW_NIXL, *transfer_peers.PEERS):
+    for peer in transfer_peers.PEERS:
         if reason := transfer_peers.left_out(peer, options.peers):
             document["not_measured"][peer] = reason
 
@@ -256,17 +255,11 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
             document["results"].append(result)
             report.progress(f"{result['peer']}: {result['bytes']:,} x {result['batch']} x {result['concurrency']}")
             keep()
-        for peer, (measure, _) in transfer_peers.PEERS.items():
-            if peer in document["not_measured"]:
-                continue
-            try:
-                for cell, timed in measure(target, table):
-                    seconds = time_in_turns({peer: timed}, cell[-1])[peer] if callable(timed) else timed
-                    document["results"].append(row(peer, *cell, seconds))
-                    report.progress(f"{peer}: {cell[1]:,} x {cell[2]} x {cell[3]}")
-            except Exception as error:  # A peer that breaks must not lose the figures so far.
-                document["not_measured"][peer] = f"{type(error).__name__}: {error}"
-            keep()
+        for cell in table if COPY not in document["not_measured"] else ():
+            if cell[0] == "sizes" and cell[2:] == (1, 1) and (operation := transfer_peers.copy(cell[1])) is not None:
+                document["results"].append(row(COPY, *cell, time_in_turns({COPY: operation}, 1)[COPY]))
+                report.progress(f"{COPY}: {cell[1]:,}")
+        keep()
     finally:
         target.end()
     print(describe(document))
