@@ -44,8 +44,7 @@ def python(*words: str) -> list[str]:
 
 TARGET = "-gencode=arch=compute_90a,code=sm_90a"
 NATIVE = {
-    "decode_variants": "benchmarks/ops/decode_variants.cu",
-    "kernel_variants": "benchmarks/ops/kernel_variants.cu",
+    "kernel_times": "benchmarks/ops/kernel_times.cu",
     "native_paced": "tests/native/nodes/paced.cu tests/native/world.cu",
 }
 """Native programs and their sources; all are linked with the kernels."""
@@ -75,9 +74,8 @@ def native(context: Any, name: str, *arguments: str) -> list[str]:
 
 
 def kernels_alone(context: Any) -> Commands:
-    """Kernels without JAX: small batches in CUDA graphs, then 4096, 128 and one token in calls back to back."""
-    few = native(context, "decode_variants", str(context.out / "kernels.json"))
-    return [few, native(context, "kernel_variants", "four")]
+    """Kernels without JAX, in CUDA graphs: small batches, then 4096 tokens."""
+    return [native(context, "kernel_times", str(context.out / "kernels.json"))]
 
 
 SMALL_SUITE = ("fp8 dispatch, bf16 combine", "decode 1")

@@ -98,8 +98,8 @@ else
 fi
 # The kernels' times, for the record: no verdict.
 if [ "$gpus" -gt 1 ] && [ "$(left)" -gt 60 ]; then
-  timeout -k 5 60 "$NVCC" -std=c++17 -O3 "$target" -I. benchmarks/ops/kernel_variants.cu "${kernels[@]}" -o "$BUILD/variants" &&
-    timeout -k 5 "$(($(left) < 40 ? $(left) : 40))" "$BUILD/variants" "$(date +%H:%M)" | tee "$OUT/native_variants.log"
+  timeout -k 5 60 "$NVCC" -std=c++17 -O3 "$target" -I. benchmarks/ops/kernel_times.cu "${kernels[@]}" -o "$BUILD/kernel_times" &&
+    timeout -k 5 "$(($(left) < 40 ? $(left) : 40))" "$BUILD/kernel_times" "$OUT/native_kernels.json" | tee "$OUT/native_kernels.log"
 fi
 echo "ended after $SECONDS s with status $status"
 exit $status

@@ -1,9 +1,9 @@
-// Times dispatch and combine of small batches alone, without JAX: one process, all GPUs, chains of launches in one CUDA
-// graph per GPU, random routing and rows, slowest GPU. Compares the low-latency kernels with the throughput kernels.
+// Times dispatch and combine alone, without JAX: one process, all GPUs, chains of launches in one CUDA graph per GPU,
+// random routing and rows, slowest GPU. Small batches run by the low-latency kernels and by the throughput kernels.
 //   target=-gencode=arch=compute_90a,code=sm_90a
-//   tools/build_kernels.sh build/dv $target && nvcc -std=c++17 -O3 $target -I. benchmarks/ops/decode_variants.cu
-//   build/dv/*.o -o dv
-//   ./dv OUT.json
+//   tools/build_kernels.sh build/k $target && nvcc -std=c++17 -O3 $target -I. benchmarks/ops/kernel_times.cu
+//   build/k/*.o -o kernel_times
+//   ./kernel_times OUT.json
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -19,8 +19,8 @@
 
 using namespace xen_moe;
 
-constexpr int kHidden = 7168, kExperts = 256, kTopK = 8, kMostTokens = 512;
-constexpr uint64_t kFlags = 192ull << 20, kHalf = 320ull << 20;
+constexpr int kHidden = 7168, kExperts = 256, kTopK = 8, kMostTokens = 4096;
+constexpr uint64_t kFlags = 192ull << 20, kHalf = 768ull << 20, kScratch = 64ull << 20;
 
 struct Rank {
   Control* control;
@@ -55,7 +55,7 @@ int main(int argc, char** argv) {
     CHECK(PreloadKernels(kSmallGroup));
     Rank& k = all[i];
     k.control = Device<Control>(1), k.mailbox = Device<Mailbox>(1);
-    k.staging = Device<char>(2 * kHalf), k.scratch = Device<char>(16 << 20);
+    k.staging = Device<char>(2 * kHalf), k.scratch = Device<char>(kScratch);
     k.x = Device<char>(size_t{2} * kMostTokens * kHidden), k.out = Device<char>(size_t{2} * kMostTokens * kHidden);
     k.rows = Device<char>(size_t{2} * most_rows * kHidden);
     k.scales = Device<float>(kMostTokens * 56), k.row_scales = Device<float>(size_t{56} * most_rows);
@@ -88,7 +88,7 @@ int main(int argc, char** argv) {
     MemoryTable t{};
     for (int j = 0; j < ranks; ++j) c.mailbox[j] = all[j].mailbox, t.staging[j] = all[j].staging;
     t.flag_bytes = kFlags, t.data_bytes = kHalf - kFlags;
-    t.scratch = all[r].scratch, t.scratch_bytes = 16 << 20;
+    t.scratch = all[r].scratch, t.scratch_bytes = kScratch;
     c.current = c.memory[0] = t;
     c.error = all[r].error;
     CHECK(cudaMemcpy(all[r].control, &c, sizeof(c), cudaMemcpyDefault));
@@ -103,7 +103,7 @@ int main(int argc, char** argv) {
 
   // Microseconds of one launch on the slowest GPU: graphs of `inner` launches, median and best of the repeats.
   auto run = [&](const char* what, int tokens, const Setting& setting, auto launch) {
-    const int inner = 200;
+    const int inner = tokens > 1000 ? 20 : 200;
     std::vector<cudaGraphExec_t> graphs(ranks);
     for (int r = 0; r < ranks; ++r) {
       CHECK(cudaSetDevice(r));
@@ -141,7 +141,7 @@ int main(int argc, char** argv) {
     std::sort(times.begin(), times.end());
     for (int r = 0; r < ranks; ++r) CHECK(cudaGraphExecDestroy(graphs[r]));
     std::printf("%-14s %s T %4d blocks %3d routing %2d push %3d parts %2d: median %7.2f best %7.2f us\n", what,
-                setting.low ? "low" : "old", tokens, setting.blocks, setting.routing, setting.push, setting.parts,
+                setting.low ? "low" : "thr", tokens, setting.blocks, setting.routing, setting.push, setting.parts,
                 times[times.size() / 2], times[0]);
     std::fflush(stdout);
     std::fprintf(out,
@@ -159,18 +159,19 @@ int main(int argc, char** argv) {
     q.ranks_per_node = ranks, q.layout = Layout::kGrouped;
     return q;
   };
-  auto schedule = [&](int tokens, const Setting& setting) {
+  auto schedule = [&](const Routing& q, const Setting& setting) {
+    const int tokens = q.tokens;
     Schedule s{};
     s.blocks = setting.blocks, s.push_blocks = setting.push, s.parts = setting.parts, s.low_latency = setting.low;
     s.part_elements = (kHidden / setting.parts + 255) / 256 * 256;
-    // Follows xen_moe_jax/backends/cuda/schedule.py: up to 2048 triples every block computes all positions for itself.
+    // Follows xen_moe_jax/backends/cuda/schedule.py: up to 2048 triples every block computes all positions for itself,
+    // in shared memory.
     s.layout_blocks = setting.routing, s.segment_tokens = tokens;
     if (setting.low) return s;
-    s.solo_layout = ranks * tokens * kTopK <= 2048;
-    if (s.solo_layout) {
-      s.layout_blocks = std::max(1, (tokens * kTopK + 511) / 512);
-      s.segment_tokens = (tokens * ranks + 15) / 16;
-    } else {
+    s.layout_blocks = std::max(1, (tokens * kTopK + 511) / 512);
+    s.segment_tokens = (tokens * ranks + 15) / 16;
+    s.solo_layout = ranks * tokens * kTopK <= 2048 && SoloLayoutBytes(q, s) <= SoloLayoutLimit();
+    if (!s.solo_layout) {
       const int counting = (setting.blocks - setting.push) * 16;
       s.segment_tokens = std::max(32 / kTopK, (ranks * tokens + counting - 1) / counting);
       const int segments = ranks * ((tokens + s.segment_tokens - 1) / s.segment_tokens);
@@ -183,11 +184,11 @@ int main(int argc, char** argv) {
     c.control = all[r].control, c.mailbox = all[r].mailbox, c.timeout_ns = 2000000000ull, c.call_id = 1;
     return c;
   };
-  auto dispatch = [&](int r, int tokens, bool fp8, const Setting& setting) {
+  auto dispatch = [&](int r, int tokens, bool fp8, const Setting& setting, WireType wire = WireType::kNative) {
     Rank& k = all[r];
     DispatchParams p{};
-    p.call = call(r), p.routing = routing(r, tokens), p.schedule = schedule(tokens, setting);
-    p.element = fp8 ? Element::kByte : Element::kBf16, p.wire = WireType::kNative;
+    p.call = call(r), p.routing = routing(r, tokens), p.schedule = schedule(p.routing, setting);
+    p.element = fp8 ? Element::kByte : Element::kBf16, p.wire = wire;
     p.x = k.x, p.scales = fp8 ? k.scales : nullptr, p.topk_idx = k.idx, p.topk_weights = k.weights;
     p.rows = k.rows, p.row_scales = fp8 ? k.row_scales : nullptr, p.positions = k.positions, p.recv_counts = k.counts;
     p.weights = k.row_weights;
@@ -196,18 +197,18 @@ int main(int argc, char** argv) {
     Describe(&p, fp8, 0, 0);
     return LaunchDispatch(p, k.stream);
   };
-  auto combine = [&](int r, int tokens, const Setting& setting) {
+  auto combine = [&](int r, int tokens, const Setting& setting, WireType wire = WireType::kNative) {
     Rank& k = all[r];
     CombineParams p{};
-    p.call = call(r), p.routing = routing(r, tokens), p.schedule = schedule(tokens, setting);
-    p.element = Element::kBf16, p.wire = WireType::kNative;
+    p.call = call(r), p.routing = routing(r, tokens), p.schedule = schedule(p.routing, setting);
+    p.element = Element::kBf16, p.wire = wire;
     p.y = k.rows, p.topk_idx = k.idx, p.positions = k.positions, p.weights = k.row_weights, p.out = k.out;
     p.staging = setting.low ? PlanLowLatency(p.routing, Operation::kCombine, p.element, false)
                             : PlanStaging(p.routing, p.schedule, p.element, p.wire, false);
     Describe(&p, true, 0, 0);
     return LaunchCombine(p, k.stream);
   };
-  auto old_parts = [&](int items, int most) {  // as schedule.py
+  auto parts_of = [&](int items, int most) {  // as schedule.py
     int parts = 1;
     while (parts * 2 <= 14 && items * parts * 2 <= most) parts *= 2;
     return parts;
@@ -217,15 +218,24 @@ int main(int argc, char** argv) {
     Empty<<<1, 32, 0, all[r].stream>>>(nullptr);
     return cudaGetLastError();
   });
-  for (int tokens : {128, 1, 32, 8, 64, 256, 512, 2, 4, 16, 192, 384}) {
-    for (const Setting& setting : {Setting{false, 64, 0, 32, old_parts(tokens, 256)}, Setting{true, 96, 4, 16, 1}}) {
+  for (int tokens : {128, 1, 32, 8, 64, 256, 512}) {  // schedules of both kinds of kernels are those of schedule.py
+    for (const Setting& setting : {Setting{false, 64, 0, 32, parts_of(tokens, 256)}, Setting{true, 96, 4, 16, 1}}) {
       run("fp8 dispatch", tokens, setting, [&](int r) { return dispatch(r, tokens, true, setting); });
       run("bf16 dispatch", tokens, setting, [&](int r) { return dispatch(r, tokens, false, setting); });
     }
-    const int parts = old_parts((ranks - 1) * tokens, 4 * 32 * 16);
+    const int parts = parts_of((ranks - 1) * tokens, 4 * 32 * 16);
     for (const Setting& setting : {Setting{false, 64, 1, 32, parts}, Setting{true, 96, 1, 48, 1}})
       run("combine", tokens, setting, [&](int r) { return combine(r, tokens, setting); });
   }
+  const int tokens = kMostTokens;
+  const Setting few{false, 64, 0, 12, 1}, quantizing{false, 96, 0, 24, 1}, adding{false, 64, 1, 24, 1},
+      halves{false, 96, 1, 48, 1};
+  run("fp8 dispatch", tokens, few, [&](int r) { return dispatch(r, tokens, true, few); });
+  run("bf16 dispatch", tokens, few, [&](int r) { return dispatch(r, tokens, false, few); });
+  run("bf16, fp8 wire", tokens, quantizing,
+      [&](int r) { return dispatch(r, tokens, false, quantizing, WireType::kFp8); });
+  run("combine", tokens, adding, [&](int r) { return combine(r, tokens, adding); });
+  run("combine fp8", tokens, halves, [&](int r) { return combine(r, tokens, halves, WireType::kFp8); });
   std::fprintf(out, "\n]}\n");
   std::fclose(out);
 }
