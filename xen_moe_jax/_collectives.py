@@ -51,7 +51,7 @@ def all_to_all(
     config = backends.with_nodes(sizes, config, slow_axis=False)
 
     def one(leaf: Any) -> jax.Array:
-        leaf = jnp.asarray(leaf)
+        leaf = _validate.array(leaf, caller, "x")
         size = _mesh.group_size(sizes, groups)
         split, concat = _validate.axis_numbers(leaf, split_axis, concat_axis, size, tiled, caller)
         data, wrap = _data(leaf)
@@ -140,6 +140,8 @@ def all_gather(
     caller = "all_gather"
     config = _validate.config(config, caller)
     wire = _validate.wire(wire, caller)
+    if not isinstance(to, str):
+        raise ValueError(f"{caller}: to={to!r}: must be 'varying', 'reduced' or 'invariant', as in jax.lax.all_gather")
     if wire is not None and (to != "varying" or _mesh.vmapped(axis_name)):
         raise ValueError(
             f"{caller}: wire={wire.dtype!r} with to={to!r}, axis_name={axis_name!r}: JAX's own operation takes this "
@@ -155,7 +157,7 @@ def all_gather(
     config = backends.with_nodes(sizes, config, slow_axis=groups is None)
 
     def one(leaf: Any) -> jax.Array:
-        leaf = jnp.asarray(leaf)
+        leaf = _validate.array(leaf, caller, "x")
         place = _validate.gather_axis(leaf, axis, tiled, caller)
         if wire is not None and (leaf.dtype.name not in _validate.FLOATS or leaf.ndim == 0):
             raise TypeError(
@@ -222,7 +224,7 @@ def ragged_all_to_all(
     names, sizes = _validate.axes(axis_name, caller, most=8)
     groups = _validate.index_groups(axis_index_groups, sizes, caller)
     config = backends.with_nodes(sizes, config, slow_axis=False)
-    operand, output = jnp.asarray(operand), jnp.asarray(output)
+    operand, output = _validate.array(operand, caller, "operand"), _validate.array(output, caller, "output")
     if operand.ndim == 0 or operand.shape[1:] != output.shape[1:] or operand.dtype != output.dtype:
         raise ValueError(
             f"{caller}: operand is {operand.dtype}{list(operand.shape)} and output "
@@ -239,7 +241,7 @@ def ragged_all_to_all(
         ("output_offsets", output_offsets),
         ("recv_sizes", recv_sizes),
     ):
-        value = jnp.asarray(value)
+        value = _validate.array(value, caller, name)
         if value.ndim != 1 or not value.shape[0] or value.shape[0] % size:
             raise ValueError(
                 f"{caller}: {name} has shape {value.shape}: must be ({size},), one entry for each rank, or a multiple "

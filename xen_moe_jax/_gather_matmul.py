@@ -42,12 +42,15 @@ def all_gather_matmul(x: jax.Array, w: jax.Array, axis_name: Any, *, config: Ker
     """
     caller = "all_gather_matmul"
     config = _validate.config(config, caller)
-    x, w = jnp.asarray(x), jnp.asarray(w)
+    x, w = _validate.array(x, caller, "x"), _validate.array(w, caller, "w")
     if x.ndim < 2 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
         raise ValueError(
             f"{caller}: x has shape {x.shape} and w {w.shape}: must be [T, ..., H] and [H, N] with the same H"
         )
-    dtype = jnp.promote_types(x.dtype, w.dtype)
+    try:
+        dtype = jnp.promote_types(x.dtype, w.dtype)
+    except ValueError:
+        raise TypeError(f"{caller}: x is {x.dtype} and w {w.dtype}: no dtype has both; cast one of them") from None
     x, w = x.astype(dtype), w.astype(dtype)
     if _mesh.vmapped(axis_name):
         return jnp.matmul(lax.all_gather(x, axis_name, tiled=True), w)

@@ -139,6 +139,9 @@ def moe_mlp(
     if isinstance(x, BlockScaled):
         raise TypeError(f"{CALLER}: x is a BlockScaled: pass the float array, and wire=... to quantize on the wire")
     values, _, _ = _validate.payload(x, CALLER)
+    topk_idx = _validate.array(topk_idx, CALLER, "topk_idx")
+    for name, given in (("wire", wire), ("combine_wire", combine_wire), ("gradient_wire", gradient_wire)):
+        _validate.wire(given, CALLER, name=name)
     num_local = _num_local(num_experts, axis_name, placement)
     weights = _weights(function, values, (gate, up, down), biases, num_local)
     chosen = as_bool(replicated)

@@ -1,4 +1,4 @@
-"""Conversion of arguments that must be known when a call is traced into Python numbers."""
+"""Conversion of arguments into arrays, and into Python numbers where they must be known when a call is traced."""
 
 from __future__ import annotations
 
@@ -39,6 +39,22 @@ def as_float(value: Any) -> float | None:
 def as_bool(value: Any) -> bool | None:
     """Returns a bool or a NumPy bool as a bool; None for everything else."""
     return bool(value) if isinstance(value, bool | np.bool_) else None
+
+
+def array(x: Any, caller: str, name: str) -> jax.Array:
+    """Returns `x` as an array of JAX's; raises TypeError, which names the argument, where it is none."""
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"{caller}: {name} is a {type(x).__name__}: must be an array") from None
+
+
+def known_array(x: Any, caller: str, name: str) -> np.ndarray:
+    """Returns `x` as an array of NumPy's; raises TypeError, which names the argument, where its values are unknown."""
+    try:
+        return np.asarray(x)
+    except (TypeError, ValueError):
+        raise TypeError(f"{caller}: {name} is a {type(x).__name__}: must be an array whose values are known") from None
 
 
 def plain(value: Any) -> Any:

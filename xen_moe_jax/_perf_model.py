@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xen_moe_jax import _exact, _home_sums, _validate
+from xen_moe_jax._numbers import as_float, known_array
 from xen_moe_jax._placement import Placement
 from xen_moe_jax._quantize import parse_wire
 
@@ -70,6 +71,17 @@ class Links:
     exact: float = 152e-6
     lent: float = 175e9
     lent_rows: float = 0.53
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            pair = isinstance(field.default, tuple)
+            numbers = [as_float(v) for v in (value if isinstance(value, tuple) and len(value) == 2 else ())]
+            numbers = numbers if pair else [as_float(value)]
+            rate = field.name in ("fast", "fast_small", "memory", "slow", "flops", "lent")
+            if not numbers or any(n is None or n < 0 or (rate and n == 0) for n in numbers):
+                wanted = "two numbers of seconds >= 0" if pair else "a number > 0" if rate else "a number >= 0"
+                raise ValueError(f"Links.{field.name}={value!r}: must be {wanted}")
 
 
 H200 = Links()
@@ -163,14 +175,19 @@ def perf_model(
     if not isinstance(links, Links):
         raise TypeError(f"{caller}: links={links!r}: must be an xm.Links")
     dtype, small, calls = _validate.dtype(dtype, caller), tokens <= SMALL_BATCH, 1
+    held = _validate.exact_slots(slots_per_rank, experts, ranks, caller) if slots_per_rank is not None else None
+    if operation != "balance" and (held is not None or intermediate is not None):
+        raise ValueError(
+            f"{caller}: operation={operation!r} with intermediate={intermediate!r}, slots_per_rank={slots_per_rank!r}: "
+            "these belong to operation='balance': leave them None"
+        )
     if operation == "balance":
-        held = _validate.exact_slots(slots_per_rank, experts, ranks, caller) if slots_per_rank is not None else None
         inner = _validate.integer(intermediate, "intermediate", caller, minimum=1)
         if topk_idx is None:
             raise ValueError(
                 f"{caller}: operation='balance' with topk_idx=None: the cost follows from the routing; pass it"
             )
-        counts = _counts(np.asarray(topk_idx), tokens, experts, top_k, ranks)
+        counts = _counts(topk_idx, tokens, experts, top_k, ranks)
         once = sum(_expected_rows(tokens, experts, top_k, ranks, per_node, ranks // per_node))
         by_home = (tokens * top_k * (1 - 1 / ranks) - once) * hidden * jnp.dtype(dtype).itemsize
         fixed = links.fixed[0] + links.exact + max(by_home, 0.0) / links.fast
@@ -181,8 +198,8 @@ def perf_model(
             raise ValueError(
                 f"{caller}: placement with topk_idx=None: which replica gets a row follows from the routing"
             )
-        _check_routing(np.asarray(topk_idx), tokens, top_k, ranks)
-        topk_idx = np.stack([np.asarray(placement.route(idx, rank)) for rank, idx in enumerate(np.asarray(topk_idx))])
+        given = _check_routing(topk_idx, tokens, top_k, ranks)
+        topk_idx = np.stack([np.asarray(placement.route(idx, rank)) for rank, idx in enumerate(given)])
         experts = ranks * placement.slots_per_rank
         if operation == "combine":
             if per_node < ranks or ranks > MOST_BY_HOME:
@@ -196,7 +213,7 @@ def perf_model(
         fast, slow = _expected_rows(tokens, experts, top_k, ranks, per_node, most)
         slots = float(tokens * top_k)
     else:
-        fast, slow, slots = _counted_rows(np.asarray(topk_idx), tokens, experts, top_k, ranks, per_node)
+        fast, slow, slots = _counted_rows(topk_idx, tokens, experts, top_k, ranks, per_node)
     row, local = _row_bytes(hidden, dtype, wire, caller), slots * _row_bytes(hidden, dtype, None, caller)
     which = OPERATIONS.index(operation)
     fixed, hop = (links.fixed_small, links.hop_small) if small else (links.fixed, links.hop)
@@ -262,21 +279,23 @@ def _fetched_weights(
     return Prediction(fast, slow, size, fast * size, slow * size, local, seconds, bound, saved)
 
 
-def _counts(topk_idx: np.ndarray, tokens: int, experts: int, top_k: int, ranks: int) -> np.ndarray:
+def _counts(topk_idx: Any, tokens: int, experts: int, top_k: int, ranks: int) -> np.ndarray:
     """Returns `[R, E]`, the slots of each rank's tokens that name each expert."""
-    _check_routing(topk_idx, tokens, top_k, ranks)
+    topk_idx = _check_routing(topk_idx, tokens, top_k, ranks)
     used = np.where((topk_idx >= 0) & (topk_idx < experts), topk_idx, experts).reshape(ranks, -1)
     return np.stack([np.bincount(row, minlength=experts + 1)[:experts] for row in used])
 
 
-def _check_routing(topk_idx: np.ndarray, tokens: int, top_k: int, ranks: int) -> None:
-    """Raises ValueError or TypeError for a routing that is not integers `[R, T, K]`."""
+def _check_routing(topk_idx: Any, tokens: int, top_k: int, ranks: int) -> np.ndarray:
+    """Returns int64 `[R, T, K]`; raises ValueError or TypeError for a routing that is not integers of this shape."""
+    topk_idx = known_array(topk_idx, "perf_model", "topk_idx")
     if topk_idx.shape != (ranks, tokens, top_k):
         raise ValueError(
             f"perf_model: topk_idx has shape {topk_idx.shape}: must be [R, T, K] = {[ranks, tokens, top_k]}"
         )
     if not np.issubdtype(topk_idx.dtype, np.integer):
         raise TypeError(f"perf_model: topk_idx has dtype {topk_idx.dtype}: must be an integer dtype")
+    return topk_idx.astype(np.int64)
 
 
 def _row_bytes(hidden: int, dtype: Any, wire: Any, caller: str) -> int:
@@ -313,11 +332,11 @@ def _expected_rows(
 
 
 def _counted_rows(
-    topk_idx: np.ndarray, tokens: int, experts: int, top_k: int, ranks: int, per_node: int
+    topk_idx: Any, tokens: int, experts: int, top_k: int, ranks: int, per_node: int
 ) -> tuple[float, float, float]:
     """Counts the rows of a given routing: those of the busiest rank of each link, and the slots of the rank that has
     most."""
-    _check_routing(topk_idx, tokens, top_k, ranks)
+    topk_idx = _check_routing(topk_idx, tokens, top_k, ranks)
     owner = np.where((topk_idx >= 0) & (topk_idx < experts), topk_idx // -(-experts // ranks), -1)
     hit = (owner[..., None] == np.arange(ranks)).any(axis=2)  # [source, token, rank]
     by_node = hit.reshape(ranks, tokens, ranks // per_node, per_node)

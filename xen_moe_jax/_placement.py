@@ -22,6 +22,7 @@ from xen_moe_jax import _single_ops as ops
 from xen_moe_jax._collective_primitives import ragged_all_to_all_p
 from xen_moe_jax._config import DEFAULT_CONFIG, KernelConfig
 from xen_moe_jax._moe_primitives import transposed_by
+from xen_moe_jax._numbers import array, known_array
 from xen_moe_jax._primitive import batch_done, batch_start, declare
 from xen_moe_jax._types import export_as, pytree
 
@@ -70,12 +71,21 @@ class Placement:
         Returns:
           int32 `[..., K]`: slots, numbered `rank * S + slot`. -1 for unused slots and for experts that are nowhere.
         """
-        idx = _layout.sanitize(jnp.asarray(topk_idx), self.num_experts)
+        topk_idx, rank = (
+            array(*a) for a in ((topk_idx, "Placement.route", "topk_idx"), (rank, "Placement.route", "rank"))
+        )
+        for name, given, fits in (("topk_idx", topk_idx, topk_idx.ndim > 0), ("rank", rank, rank.ndim == 0)):
+            if not fits or not jnp.issubdtype(given.dtype, jnp.integer):
+                wanted = "integers [..., K]" if name == "topk_idx" else "one integer"
+                raise TypeError(f"Placement.route: {name} is {given.dtype}{list(given.shape)}: must be {wanted}")
+        if 0 in topk_idx.shape:
+            return jnp.zeros(topk_idx.shape, jnp.int32)
+        idx = _layout.sanitize(topk_idx, self.num_experts)
         expert = idx.reshape(-1)
         order, _ = _layout.order_by_blocks(expert, self.num_experts)
         known = jnp.maximum(expert, 0)
         copies = ops.take(jnp.asarray(self.num_replicas), known)
-        which = lax.rem(order + jnp.asarray(rank, jnp.int32), jnp.maximum(copies, 1))
+        which = lax.rem(order + rank.astype(jnp.int32), jnp.maximum(copies, 1))
         slot = ops.take(jnp.asarray(self.slots).reshape(-1), known * self.num_ranks + which)
         return jnp.where((expert >= 0) & (copies > 0), slot, -1).reshape(idx.shape)
 
@@ -89,9 +99,11 @@ class Placement:
         Returns:
           `Placement`, of NumPy arrays if all arrays are NumPy's.
         """
-        if alive.shape != (self.num_ranks,):
+        alive = alive if isinstance(alive, jax.Array) else known_array(alive, "Placement.without", "alive")
+        if alive.shape != (self.num_ranks,) or alive.dtype != np.bool_:
             raise ValueError(
-                f"Placement.without: alive has shape {alive.shape}: must be ({self.num_ranks},), one for each rank"
+                f"Placement.without: alive is {alive.dtype}{list(alive.shape)}: must be bool[{self.num_ranks}], one "
+                "for each rank"
             )
         np_or_jnp = _arrays_of(self.experts, alive)
         return of_experts(np_or_jnp.where(alive[:, None], self.experts, -1), self.num_experts)
@@ -241,7 +253,7 @@ def _apply(
     caller: str,
 ) -> Any:
     """Runs `primitive` on every array of `tree`, which has `slots` rows a rank."""
-    mask = _active.EVERY_RANK if active is None else jnp.asarray(active)
+    mask = _active.EVERY_RANK if active is None else array(active, f"Placement.{caller}", "active")
     if active is not None and (mask.shape != (old.num_ranks,) or mask.dtype != jnp.bool_):
         raise ValueError(
             f"Placement.{caller}: active is {mask.dtype}{list(mask.shape)}: must be bool[{old.num_ranks}], one for "
@@ -255,7 +267,7 @@ def _apply(
     rows = slots if names else slots * old.num_ranks
 
     def one(leaf: Any) -> jax.Array:
-        leaf = jnp.asarray(leaf)
+        leaf = array(leaf, f"Placement.{caller}", "an array of weights")
         if leaf.ndim == 0 or leaf.shape[0] != rows:
             where = "a rank's slots" if names else f"the slots of all {old.num_ranks} ranks"
             raise ValueError(f"Placement.{caller}: an array has shape {leaf.shape}: must be [{rows}, ...], {where}")

@@ -324,13 +324,13 @@ def _make_spec(
             f"{caller}: capacity={capacity!r} with layout='padded': its rows are always [L, R*T]; pass None"
         )
     else:
-        capacity = _validate.integer(capacity, "capacity", caller, minimum=0)
+        capacity = _validate.integer(capacity, "capacity", caller, minimum=0, maximum=None)
         if capacity == 0 and worst > 0:
             warnings.warn(
                 f"{caller}: capacity=0: every row is dropped, and combine returns zeros; pass the rows that a rank "
                 "keeps, or None for the worst case",
                 stacklevel=4,
             )
-    _validate.row_limit(capacity, "capacity", caller)
+    _validate.row_limit(capacity, "capacity" if alignment == 1 else f"alignment={alignment}, capacity", caller)
     token_dims = token_dims if len(token_dims) > 1 else ()
     return Spec(names, sizes, num_experts, num_tokens, top_k, layout, capacity, alignment, token_dims)

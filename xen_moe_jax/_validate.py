@@ -8,9 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from xen_moe_jax import _active, _mesh
 from xen_moe_jax._config import BACKENDS, DEFAULT_CONFIG, KernelConfig
+from xen_moe_jax._numbers import array as array
 from xen_moe_jax._numbers import as_int
 from xen_moe_jax._placement import Placement
 from xen_moe_jax._quantize import QMAX, Wire, parse_wire
@@ -18,6 +20,7 @@ from xen_moe_jax._spec import DROPS, LAYOUTS, Spec, scale_blocks
 from xen_moe_jax._types import BlockScaled, Handle
 
 FLOATS = ("float32", "bfloat16", "float16")
+LARGEST = 2**31 - 1
 
 
 def axes(
@@ -25,12 +28,7 @@ def axes(
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Returns names and sizes of the mesh axes that the call runs over, at most `most` of them. `groups`: the axis of
     an elastic.Group will do."""
-    names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
-    if not names or len(names) > most or not all(isinstance(n, str) for n in names) or len(set(names)) != len(names):
-        raise ValueError(
-            f"{caller}: axis_name={axis_name!r}: must be the name of a mesh axis, or a pair (slow axis, fast axis) "
-            "of two different names"
-        )
+    names = axis_names(axis_name, caller, most)
     manual = _mesh.manual_axes()
     for name in names:
         in_group = _mesh.group_of((name,)) is not None
@@ -48,12 +46,25 @@ def axes(
     return names, tuple(_mesh.axis_size(n) for n in names)
 
 
-def integer(value: Any, name: str, caller: str, *, minimum: int) -> int:
+def axis_names(axis_name: Any, caller: str, most: int = 2) -> tuple[str, ...]:
+    """Returns the names of at most `most` different axes."""
+    names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    if not names or len(names) > most or not all(isinstance(n, str) for n in names) or len(set(names)) != len(names):
+        raise ValueError(
+            f"{caller}: axis_name={axis_name!r}: must be the name of a mesh axis, or a pair (slow axis, fast axis) "
+            "of two different names"
+        )
+    return names
+
+
+def integer(value: Any, name: str, caller: str, *, minimum: int, maximum: int | None = LARGEST) -> int:
     number = as_int(value)
     if number is None:
         raise TypeError(f"{caller}: {name}={value!r}: must be an int known at trace time")
     if number < minimum:
         raise ValueError(f"{caller}: {name}={number}: must be >= {minimum}")
+    if maximum is not None and number > maximum:
+        raise ValueError(f"{caller}: {name}={number}: must be <= {maximum}: experts, ranks and rows have int32 numbers")
     return number
 
 
@@ -106,7 +117,7 @@ def payload(x: Any, caller: str, *, name: str = "x") -> tuple[jax.Array, jax.Arr
     """
     if isinstance(x, BlockScaled):
         return _block_scaled(x, caller, name)
-    x = _array(x, caller, name)
+    x = array(x, caller, name)
     _rank(x, "[T, H] (tokens of this rank, hidden), or [..., H]", caller, name)
     known_shape(x, caller, name)
     _has_tokens(x, caller, name)
@@ -118,7 +129,7 @@ def payload(x: Any, caller: str, *, name: str = "x") -> tuple[jax.Array, jax.Arr
 
 
 def _block_scaled(x: BlockScaled, caller: str, name: str) -> tuple[jax.Array, jax.Array, tuple[int, ...]]:
-    values, scales = _array(x.values, caller, f"{name}.values"), _array(x.scales, caller, f"{name}.scales")
+    values, scales = array(x.values, caller, f"{name}.values"), array(x.scales, caller, f"{name}.scales")
     _rank(values, "[T, H] or [..., H]", caller, f"{name}.values")
     known_shape(values, caller, f"{name}.values")
     _has_tokens(values, caller, f"{name}.values")
@@ -140,7 +151,7 @@ def routing(
     """Returns both as `[T, K]`, or None for weights that are None. `token_dims`: those of `x`; None if there is no
     `x`.
     """
-    topk_idx = _array(topk_idx, caller, "topk_idx")
+    topk_idx = array(topk_idx, caller, "topk_idx")
     _rank(topk_idx, "[T, K] (tokens, slots), or [..., K]", caller, "topk_idx")
     known_shape(topk_idx, caller, "topk_idx")
     if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
@@ -152,7 +163,7 @@ def routing(
         raise ValueError(f"{caller}: topk_idx has shape {topk_idx.shape}: K must be >= 1")
     if topk_weights is None:
         return _flat(topk_idx), None
-    topk_weights = _array(topk_weights, caller, "topk_weights")
+    topk_weights = array(topk_weights, caller, "topk_weights")
     if topk_weights.shape != topk_idx.shape:
         raise ValueError(
             f"{caller}: topk_weights has shape {topk_weights.shape} and topk_idx {topk_idx.shape}: they must be equal"
@@ -182,7 +193,7 @@ def active(value: Any, spec: Spec, caller: str) -> Any:
         )
     if value is None:
         return _active.EVERY_RANK
-    value = _array(value, caller, "active")
+    value = array(value, caller, "active")
     if value.dtype != jnp.bool_:
         raise TypeError(f"{caller}: active has dtype {value.dtype}: must be bool, True for every rank that takes part")
     if value.shape != (num_ranks,):
@@ -261,7 +272,7 @@ def rows(y: Any, spec: Spec, caller: str) -> jax.Array:
     """Returns `y` of a combine: rows in the layout of a dispatch with this handle, of any hidden size."""
     if isinstance(y, BlockScaled):
         raise TypeError(f"{caller}: y is a BlockScaled: dequantize() it, and pass wire=... to quantize on the wire")
-    y = _array(y, caller, "y")
+    y = array(y, caller, "y")
     known_shape(y, caller, "y")
     wanted = (*spec.row_dims, "H")
     if y.shape[:-1] != spec.row_dims or y.ndim != len(wanted):
@@ -302,13 +313,13 @@ def _handle_arrays(value: Handle, caller: str) -> dict[str, Any]:
     }
     arrays = {}
     for name, (shape, dtype) in wanted.items():
-        array = _array(getattr(value, name), caller, f"handle.{name}")
-        if array.shape != shape or array.dtype != dtype:
+        found = array(getattr(value, name), caller, f"handle.{name}")
+        if found.shape != shape or found.dtype != dtype:
             raise ValueError(
-                f"{caller}: handle.{name} is {array.dtype}{list(array.shape)}: must be {jnp.dtype(dtype)}"
+                f"{caller}: handle.{name} is {found.dtype}{list(found.shape)}: must be {jnp.dtype(dtype)}"
                 f"{list(shape)}, as dispatch returned it; a handle is passed on as a whole"
             )
-        arrays[name] = array
+        arrays[name] = found
     if value.active is not None:
         arrays["active"] = active(value.active, spec, f"{caller} (handle)")
     return arrays
@@ -354,12 +365,16 @@ def _axis(value: Any, ndim: int, name: str, caller: str, of: str = "x") -> int:
 def index_groups(groups: Any, sizes: tuple[int, ...], caller: str) -> tuple[tuple[int, ...], ...] | None:
     if groups is None:
         return None
-    groups = tuple(tuple(integer(i, "axis_index_groups", caller, minimum=0) for i in g) for g in groups)
     total = math.prod(sizes)
+    if not isinstance(groups, list | tuple | np.ndarray) or not all(
+        isinstance(g, list | tuple | np.ndarray) for g in groups
+    ):
+        raise TypeError(f"{caller}: axis_index_groups={groups!r}: must be a list of lists of ranks")
+    groups = tuple(tuple(integer(i, "axis_index_groups", caller, minimum=0) for i in g) for g in groups)
     if not groups or len({len(g) for g in groups}) != 1 or sorted(i for g in groups for i in g) != list(range(total)):
         raise ValueError(
-            f"{caller}: axis_index_groups={groups!r}: must be groups of equal size that name each of 0..{total - 1} "
-            f"once"
+            f"{caller}: axis_index_groups={groups!r}: must be groups of equal size that name each of "
+            f"0..{total - 1} once"
         )
     return groups
 
@@ -380,13 +395,6 @@ def backend(value: Any, caller: str) -> str | None:
     if not isinstance(value, str | None) or value not in BACKENDS:
         raise ValueError(f"{caller}: backend={value!r}: must be one of {BACKENDS}")
     return value
-
-
-def _array(x: Any, caller: str, name: str) -> jax.Array:
-    try:
-        return jnp.asarray(x)
-    except (TypeError, ValueError):
-        raise TypeError(f"{caller}: {name} is a {type(x).__name__}: must be an array") from None
 
 
 def _flat(x: jax.Array) -> jax.Array:

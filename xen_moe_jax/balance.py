@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xen_moe_jax import _layout, _validate
+from xen_moe_jax._numbers import known_array
 from xen_moe_jax._placement import Placement, of_experts, sources
 from xen_moe_jax._placement import home as _home
 
@@ -51,12 +52,12 @@ def count(topk_idx: jax.Array, num_experts: int, mask: jax.Array | None = None) 
     _validate.names_every_expert(idx, num_experts, caller)
     idx = _layout.sanitize(idx, num_experts)
     if mask is not None:
-        if jnp.shape(mask) != jnp.shape(topk_idx)[:-1] or jnp.asarray(mask).dtype != jnp.bool_:
+        mask = _validate.array(mask, caller, "mask")
+        if mask.shape != jnp.shape(topk_idx)[:-1] or mask.dtype != jnp.bool_:
             raise ValueError(
-                f"{caller}: mask is {jnp.asarray(mask).dtype}{list(jnp.shape(mask))}: must be "
-                f"bool{list(jnp.shape(topk_idx)[:-1])}"
+                f"{caller}: mask is {mask.dtype}{list(mask.shape)}: must be bool{list(jnp.shape(topk_idx)[:-1])}"
             )
-        idx = jnp.where(jnp.asarray(mask).reshape(-1, 1), idx, -1)
+        idx = jnp.where(mask.reshape(-1, 1), idx, -1)
     experts = jnp.arange(num_experts, dtype=jnp.int32)[None, None]
     return jnp.sum(idx[..., None] == experts, axis=(0, 1), dtype=jnp.int32)
 
@@ -80,7 +81,7 @@ def from_experts(experts: Any, num_experts: int) -> Placement:
     """
     caller = "balance.from_experts"
     num_experts = _validate.integer(num_experts, "num_experts", caller, minimum=1)
-    held = np.asarray(experts)
+    held = known_array(experts, caller, "experts")
     if held.ndim != 2 or 0 in held.shape or not np.issubdtype(held.dtype, np.integer):
         raise ValueError(f"{caller}: experts is {held.dtype}{list(held.shape)}: must be integers [R, S]")
     if held.min() < -1 or held.max() >= num_experts:
@@ -136,7 +137,7 @@ def plan(
     if ranks % per_node:
         raise ValueError(f"{caller}: ranks_per_node={per_node}: must divide num_ranks={ranks}")
     load = _load(counts, caller)
-    up = np.ones(ranks, bool) if alive is None else np.asarray(alive)
+    up = np.ones(ranks, bool) if alive is None else known_array(alive, caller, "alive")
     least = _validate.integer(min_replicas, "min_replicas", caller, minimum=1)
     room = _room(up, ranks, slots, load.size, caller, least)
     if max_replicas is not None:
@@ -317,7 +318,7 @@ def repair(placement: Placement, alive: Any, counts: Any = None) -> Placement:
     if not isinstance(placement, Placement):
         raise TypeError(f"{caller}: placement is a {type(placement).__name__}: must be a Placement")
     ranks, slots, size = placement.num_ranks, placement.slots_per_rank, placement.num_experts
-    up = np.asarray(alive)
+    up = known_array(alive, caller, "alive")
     _room(up, ranks, slots, size, caller)
     load = _load(np.ones(size) if counts is None else counts, caller)
     if load.size != size:
@@ -366,7 +367,7 @@ def _room(up: np.ndarray, ranks: int, slots: int, experts: int, caller: str, lea
 def _load(counts: Any, caller: str) -> np.ndarray:
     """Returns `counts [..., E]` added up, float64 `[E]`, or ones where all are zero. Raises ValueError for counts that
     are no finite numbers `>= 0`."""
-    array = np.asarray(counts)
+    array = known_array(counts, caller, "counts")
     if array.ndim == 0 or array.shape[-1] == 0 or array.dtype.kind not in "iuf":
         raise ValueError(f"{caller}: counts is {array.dtype}{list(array.shape)}: must be numbers [E] or [..., E]")
     load = array.astype(np.float64).reshape(-1, array.shape[-1]).sum(axis=0)
@@ -458,9 +459,12 @@ def moves(old: Placement | None, new: Placement | None) -> np.ndarray:
     Raises:
       ValueError: `old` holds an expert of `new` nowhere; fetch it from a checkpoint and move the rest.
     """
-    given = old if old is not None else new
-    if not isinstance(given, Placement):
-        raise TypeError("balance.moves: pass a Placement: both are None or of another type")
+    for name, placement in (("old", old), ("new", new)):
+        if not isinstance(placement, Placement | None) or old is new is None:
+            raise TypeError(
+                f"balance.moves: {name} is a {type(placement).__name__}: must be a Placement, or one of the two None"
+            )
+    given: Any = new if old is None else old
     default = _home(given.num_experts, given.num_ranks)
     old, new = (jax.tree.map(np.asarray, p if p is not None else default) for p in (old, new))
     if (old.num_experts, old.num_ranks) != (new.num_experts, new.num_ranks):

@@ -55,14 +55,16 @@ def buffer_size_hint(
     parsed: Wire | None = _validate.wire(wire, caller)
     name = _validate.backend(backend, caller) or backends.for_platform(_mesh.platform())
     checked_dtype = _validate.dtype(dtype, caller)
+    slots = slots_per_rank
+    if slots is not None:
+        slots = _validate.integer(slots, "slots_per_rank", caller, minimum=1)
     size = backends.load(name).buffer_size_hint
     if size is None:
         return 0
     backends.load(name).check_wire(parsed)
     common = {"dtype": checked_dtype, "ranks_per_node": per_node}
-    if slots_per_rank is None:
+    if slots is None:
         return size(**checked, wire=parsed, **common)
-    slots = _validate.integer(slots_per_rank, "slots_per_rank", caller, minimum=1)
     checked["num_experts"] = checked["num_ranks"] * slots
     rows_at_once = checked["num_tokens"] * _home_sums.slots_at_once(checked["num_tokens"], checked["top_k"])
     return size(**checked, wire=parsed, rows_at_once=rows_at_once, **common)
@@ -117,7 +119,7 @@ class Buffer:
         """
         if not isinstance(mesh, jax.sharding.Mesh):
             raise TypeError(f"Buffer: mesh is a {type(mesh).__name__}: must be a jax.sharding.Mesh, which has devices")
-        names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+        names = _validate.axis_names(axis_name, "Buffer")
         for name in names:
             if name not in mesh.axis_names:
                 raise ValueError(f"Buffer: axis_name={axis_name!r}: the mesh has axes {mesh.axis_names}")
@@ -142,7 +144,9 @@ class Buffer:
             backend=self.backend,
         )
         self.size_bytes = (
-            hint if size_bytes is None else _validate.integer(size_bytes, "size_bytes", "Buffer", minimum=1)
+            hint
+            if size_bytes is None
+            else _validate.integer(size_bytes, "size_bytes", "Buffer", minimum=1, maximum=None)
         )
         if self.size_bytes < hint:
             raise ValueError(

@@ -120,7 +120,7 @@ def group_limited_top_k(
       groups can be chosen, the last slots are unused: -1 with weight 0.
     """
     caller = "group_limited_top_k"
-    given = _check(scores, caller, "scores")
+    given, factor = _check(scores, caller, "scores"), _check_scale(scale, caller)
     num_experts = given.shape[-1]
     k = _check_int(k, "k", caller, num_experts, "E")
     num_groups = _check_int(num_groups, "num_groups", caller, num_experts, "E")
@@ -147,7 +147,7 @@ def group_limited_top_k(
         choice = jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
     topk_idx = _best(choice, k)
     if score is None:
-        return topk_idx, _weights_of_scores(given, topk_idx, normalize) * scale
+        return topk_idx, _weights_of_scores(given, topk_idx, normalize) * factor
     return topk_idx, chosen_weights(given, topk_idx, score=score, normalize=normalize, scale=scale)
 
 
@@ -178,7 +178,7 @@ def chosen_weights(
       float32 `[T, K]`; 0 for unused slots.
     """
     caller = "chosen_weights"
-    logits = _check(logits, caller, "logits")
+    logits, factor = _check(logits, caller, "logits"), _check_scale(scale, caller)
     _check_score(score, caller)
     topk_idx, _ = _validate.routing(topk_idx, None, logits.shape[:-1], caller)
     _validate.names_every_expert(topk_idx, logits.shape[1], caller)
@@ -189,12 +189,12 @@ def chosen_weights(
             f"{caller}: min_sum={min_sum!r}: only score='softmax' with normalize=True divides by a sum that it bounds"
         )
     if not normalize:
-        return _take(router_scores(logits, score), topk_idx)[0] * scale
+        return _take(router_scores(logits, score), topk_idx)[0] * factor
     chosen, used = _take(logits, topk_idx)
     if score == "sigmoid":
-        return _shares(jax.nn.log_sigmoid(chosen), used, math.log(FLOOR)) * scale
+        return _shares(jax.nn.log_sigmoid(chosen), used, math.log(FLOOR)) * factor
     shares = _shares(chosen, used, None)
-    return (_not_above(shares, logits, topk_idx, min_sum) if min_sum else shares) * scale
+    return (_not_above(shares, logits, topk_idx, min_sum) if min_sum else shares) * factor
 
 
 @_of_any_tokens
@@ -234,7 +234,8 @@ def router_scores(logits: jax.Array, score: str) -> jax.Array:
 
     `p * (1 - p)` loses all digits where `p` is nearly 1: JAX's own derivatives do.
     """
-    return _sigmoid(logits) if score == "sigmoid" else softmax(logits)
+    logits = _check(logits, "router_scores", "logits")
+    return _sigmoid(logits) if _check_score(score, "router_scores") == "sigmoid" else softmax(logits)
 
 
 @jax.custom_jvp
@@ -348,7 +349,7 @@ def _over_sum_jvp(primals: Any, tangents: Any) -> Any:
 
 
 def _check(scores: jax.Array, caller: str, name: str) -> jax.Array:
-    scores = jnp.asarray(scores)
+    scores = _validate.array(scores, caller, name)
     if scores.ndim != 2:
         raise ValueError(f"{caller}: {name} has shape {scores.shape}: must be [T, E]")
     if not jnp.issubdtype(scores.dtype, jnp.floating):
@@ -360,6 +361,13 @@ def _check_score(score: Any, caller: str) -> str:
     if score not in SCORES:
         raise ValueError(f"{caller}: score={score!r}: must be one of {SCORES}")
     return score
+
+
+def _check_scale(scale: Any, caller: str) -> jax.Array:
+    scale = _validate.array(scale, caller, "scale")
+    if scale.ndim or not jnp.issubdtype(scale.dtype, jnp.floating) and not jnp.issubdtype(scale.dtype, jnp.integer):
+        raise TypeError(f"{caller}: scale is {scale.dtype}{list(scale.shape)}: must be one real number")
+    return scale.astype(jnp.float32)
 
 
 def _check_int(value: Any, name: str, caller: str, most: int, meaning: str) -> int:
@@ -377,7 +385,7 @@ def _check_number(value: Any, name: str, caller: str) -> float:
 
 
 def _check_bias(bias: jax.Array, scores: jax.Array, caller: str) -> jax.Array:
-    bias = jnp.asarray(bias)
+    bias = _validate.array(bias, caller, "bias")
     if bias.shape != scores.shape[1:]:
         raise ValueError(f"{caller}: bias has shape {bias.shape}: must be {scores.shape[1:]}, one entry per expert")
     return bias.astype(jnp.float32)[None]

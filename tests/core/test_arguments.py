@@ -127,3 +127,86 @@ def test_rows_that_do_not_exist_count_as_dropped(mesh4):
     first = np.arange(RANKS * T) % T == 0
     assert_bits(damaged[~first], whole[~first], "tokens whose rows exist")
     assert not damaged[first].any()
+
+
+ROWS, AT = np.zeros((T, H), np.float32), np.zeros(RANKS, np.int32)
+IDX, WEIGHTS, DOWN = np.zeros((T, K), np.int32), np.zeros((E // RANKS, H, 4)), np.zeros((E // RANKS, 4, H))
+RAGGED = dict.fromkeys(("input_offsets", "send_sizes", "output_offsets", "recv_sizes"), AT) | {"axis_name": "ep"}
+CALLS = {
+    "all_gather": (xm.all_gather, {"x": ROWS, "axis_name": "ep"}),
+    "all_to_all": (xm.all_to_all, {"x": ROWS, "axis_name": "ep", "split_axis": 0, "concat_axis": 0, "tiled": True}),
+    "ragged_all_to_all": (xm.ragged_all_to_all, RAGGED | {"operand": ROWS, "output": ROWS}),
+    "all_gather_matmul": (xm.all_gather_matmul, {"x": ROWS, "w": ROWS.T, "axis_name": "ep"}),
+    "moe_mlp": (
+        xm.moe_mlp,
+        {"x": ROWS, "topk_idx": IDX, "topk_weights": None, "gate": WEIGHTS, "up": WEIGHTS, "down": DOWN}
+        | {"num_experts": E, "axis_name": "ep"},
+    ),
+    "dispatch": (xm.dispatch, {"x": ROWS, "topk_idx": IDX, "num_experts": E, "axis_name": "ep"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "value", "words"),
+    [
+        ("all_gather", "x", "rows", "is a str: must be an array"),
+        ("all_gather", "to", [], r"to=\[\]: must be 'varying'"),
+        ("all_gather", "axis_index_groups", 4, "axis_index_groups=4: must be a list of lists"),
+        ("all_to_all", "x", np.array(["a"]), "is a ndarray: must be an array"),
+        ("all_to_all", "axis_index_groups", [0, 1, 2, 3], "must be a list of lists"),
+        ("ragged_all_to_all", "output", None, "is a NoneType: must be an array"),
+        ("ragged_all_to_all", "send_sizes", 2**40, "is a int: must be an array"),
+        ("all_gather_matmul", "w", object(), "is a object: must be an array"),
+        ("all_gather_matmul", "w", jnp.zeros((H, 2), "float8_e4m3fn"), "w float8_e4m3fn: no dtype has both"),
+        ("moe_mlp", "topk_idx", [[1, 2], [3]], "is a list: must be an array"),
+        ("moe_mlp", "combine_wire", "int9", "combine_wire='int9': must be"),
+        ("dispatch", "num_experts", 2**31, "num_experts=2147483648: must be <= 2147483647"),
+        ("dispatch", "alignment", 2**30, "alignment=1073741824, capacity=2147483648: row numbers are int32"),
+        ("dispatch", "active", 2**40, "active is a int: must be an array"),
+    ],
+)
+def test_bad_arguments_of_operations_are_named(mesh4, name, argument, value, words):
+    function, given = CALLS[name]
+    with pytest.raises((TypeError, ValueError), match=rf"{name}: .*{words}"):
+        call = lambda: function(**(given | {argument: value}))  # noqa: E731
+        jax.eval_shape(jax.shard_map(call, mesh=mesh4, in_specs=(), out_specs=P(), check_vma=False))
+
+
+ROUTING = np.zeros((2, T, K), np.int32)
+MODEL = {"num_tokens": T, "hidden": H, "num_ranks": 2, "num_experts": E, "top_k": K}
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda p: p.route(IDX.astype(np.float32), 0), r"route: topk_idx is float32\[8, 2\]: must be integers"),
+        (lambda p: p.route(IDX, 0.5), r"route: rank is float32\[\]: must be one integer"),
+        (lambda p: p.without([True]), r"without: alive is bool\[1\]: must be bool\[2\]"),
+        (lambda p: xm.balance.moves(p, 3), "new is a int: must be a Placement"),
+        (lambda p: xm.balance.count(IDX, E, mask="all"), "mask is a str: must be an array"),
+        (lambda p: xm.balance.plan([[1, 2], [3]], 2, 2), "counts is a list: must be an array whose values are known"),
+        (lambda p: jax.jit(lambda c: xm.balance.plan(c, 2, 2).experts)(IDX[0]), "counts is a .*Tracer"),
+        (lambda p: xm.balance.home(2**40, 2), "num_experts=1099511627776: must be <= 2147483647"),
+        (lambda p: xm.buffer_size_hint(num_tokens=T, hidden=H, num_ranks=2, slots_per_rank=-1), "slots_per_rank=-1"),
+        (lambda p: xm.perf_model("combine", **MODEL, intermediate=4), "intermediate=4.* operation='balance'"),
+        (lambda p: xm.Links(fast=-1.0), "Links.fast=-1.0: must be a number > 0"),
+        (lambda p: xm.Links(hop=(1.0, float("nan"))), "Links.hop=.*: must be two numbers"),
+        (lambda p: xm.routing.router_scores(jnp.ones((T, E)), "relu"), "router_scores: score='relu': must be one of"),
+        (lambda p: xm.routing.top_k(jnp.ones((T, E)), 2, scale="1"), "scale is a str: must be an array"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_outside_operations_are_named(call, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        call(xm.balance.home(E, 2))
+
+
+def test_a_buffer_has_an_axis_once(mesh4):
+    with pytest.raises(ValueError, match=r"Buffer: axis_name=\('ep', 'ep'\): must be .* two different names"):
+        xm.Buffer(mesh4, ("ep", "ep"), num_tokens=T, hidden=H)
+
+
+def test_routes_of_no_tokens_and_unsigned_routings():
+    placement = xm.balance.home(E, 2)
+    assert placement.route(np.zeros((0, K), np.int32), 0).shape == (0, K)
+    given, unsigned = (xm.perf_model("dispatch", topk_idx=ROUTING.astype(d), **MODEL) for d in (np.int32, np.uint8))
+    assert given == unsigned

@@ -285,7 +285,7 @@ class Group:
         """
         given = self.placement if wanted is None else wanted
         share = b"" if given is None else np.asarray(given.experts, np.int32).tobytes()
-        step = _validate.integer(step, "step", "elastic.Group", minimum=0)
+        step = _validate.integer(step, "step", "elastic.Group", minimum=0, maximum=None)
         self._wanted_at = None
         with self._changing:
             settled = self._membership.settle(step, share, wanted=wanted is not None)

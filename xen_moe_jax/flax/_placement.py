@@ -71,6 +71,8 @@ def current_mesh(config: MoEConfig, mesh: Any = None) -> Any:
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
             return None
+    if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        raise TypeError(f"mesh is a {type(mesh).__name__}: must be a jax.sharding.Mesh, or None for the current one")
     for field, axes in (("axis_name", config.expert_axes), ("tensor_axis", config.layer_axes)):
         missing = [axis for axis in axes if axis not in mesh.shape]
         if missing:
@@ -204,6 +206,9 @@ def quantized_weights(
 
 def _check_input(config: MoEConfig, x: Any, mask: Any, token_ids: Any, topk_idx: Any) -> None:
     """Raises ValueError or TypeError for arguments of `apply_moe` of a wrong shape or dtype."""
+    for name, value in (("x", x), ("mask", mask), ("token_ids", token_ids), ("topk_idx", topk_idx)):
+        if not hasattr(value, "dtype") and (value is not None or name == "x"):
+            raise TypeError(f"{name} is a {type(value).__name__}: must be an array")
     if x.ndim < 1 or x.shape[-1] != config.hidden_size:
         raise ValueError(f"x has shape {x.shape}: the last dimension must be hidden_size={config.hidden_size}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
