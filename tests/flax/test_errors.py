@@ -130,6 +130,8 @@ def test_config_is_required():
         (np.zeros((4, H), np.int32), {}, TypeError, r"x has dtype int32.*embed"),
         (np.zeros((4, H), np.float32), {"mask": np.ones(3, bool)}, ValueError, r"mask is bool\[3\]: must be bool\[4\]"),
         (np.zeros((4, H), np.float32), {"mask": np.ones(4)}, ValueError, r"mask is float64\[4\]"),
+        ([[0.0] * H], {}, TypeError, "x is a list: must be an array"),
+        (np.zeros((4, H), np.float32), {"mask": [True] * 4}, TypeError, "mask is a list: must be an array"),
         (np.zeros((4, H), np.float32), {"token_ids": np.ones(4, int)}, ValueError, r"token_ids is an array.*'top_k'"),
     ],
 )
@@ -216,3 +218,8 @@ def test_without_flax_the_error_says_what_to_install():
 def test_the_layer_is_asked_for_without_its_front_end():
     with pytest.raises(ImportError, match=r"from xen_moe_jax\.flax\.nnx import MoE, or from xen_moe_jax\.flax\.linen"):
         from xen_moe_jax.flax import MoE  # noqa: F401
+
+
+def test_a_mesh_is_a_mesh():
+    with pytest.raises(TypeError, match="mesh is a tuple: must be a jax.sharding.Mesh"):
+        MoE(CONFIG, mesh=("ep",), rngs=nnx.Rngs(0))
