@@ -201,13 +201,21 @@ def activated_rows(
             out = activation(*values)
             if factors:
                 out = out * part.beside(factors[0], m, out)
-            for value, output in zip((out, *values), part.outputs, strict=False):
+            *of_values, of_out = part.outputs
+            for value, output in zip((out, *values), (of_out, *of_values), strict=False):
                 yield value.astype(rows.dtype), part.store(output, m, n)
 
     columns = (weights[0].shape[2],) * (1 + beside if projections else 1)
     name = f"xen_moe_grouped_{activation.name}"
     given = (*extra, *of_biases)
-    return _product([(rows, weights)], group_sizes, given, epilogue, columns, False, tiles, num_sms, name, index, into)
+    # The activation is the kernel's last result. XLA looks for memory for results in their order, and the projections
+    # then get memory of results of the whole program, in which the backward pass can overwrite them.
+    if into is not None:
+        into = dataclasses.replace(into, arrays=(*into.arrays[1:], into.arrays[0]))
+    *kept, out = _product(
+        [(rows, weights)], group_sizes, given, epilogue, columns, False, tiles, num_sms, name, index, into
+    )
+    return out, *kept
 
 
 def _product(

@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from xen_moe_jax._api import combine, redispatch
 from xen_moe_jax._async_primitives import order
@@ -35,7 +37,7 @@ from xen_moe_jax._quantized_weight import QuantizedWeight
 from xen_moe_jax._types import Handle, Routed
 from xen_moe_jax.experts import grouped_matmul, hopper, hopper_float8, mlp, on_tpu
 from xen_moe_jax.experts.function import ExpertFunction
-from xen_moe_jax.experts.lent import one_at_once
+from xen_moe_jax.experts.lent import Lent, in_place, one_at_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,19 +236,37 @@ def _forward(
 def _backward(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
     projections, rows, first, row_weights, last, sizes, handle = kept
     projections, row_weights, cotangent = jax.tree.map(hopper.first_order, (projections, row_weights, cotangent))
-    inner = mlp.inner_again(step.function, rows, sizes, first, projections)
-    # The rows that this returns are not used, so that XLA leaves their matmul out.
-    _, of_outer = jax.vjp(lambda inner, last, w: step.outer(inner, last, sizes, w), inner, last, row_weights)
-    by_inner, by_last, by_row_weights = of_outer(step.back.transposed(cotangent, handle))
+    by_output = step.back.transposed(cotangent, handle)
+
+    def outer(inner: Any, last: Any, row_weights: Any) -> Any:
+        return mlp.outer_rows(step.function, inner, sizes, last, row_weights)
+
+    # XLA leaves out the matmuls whose results are not used: here that of the output and the gradient of `last`.
+    (by_weighted,) = jax.vjp(lambda inner: outer(inner, last, row_weights), projections[0])[1](by_output)
+    behind = functools.partial(_behind_activation, mlp.in_kernels(step.function))
+    run = in_place if isinstance(last["down"], Lent) else operator.call
+    by_projections, weighted, by_row_weights = run(behind, by_weighted, projections, row_weights)
+    by_last, of_bias = jax.vjp(functools.partial(outer, weighted), last, row_weights)[1](by_output)
     # The cotangent's rows are used here for the last time: those of the rows' gradient come after them.
     # Unlike `optimization_barrier`, `order` keeps no `by_last` that is not asked for, as where experts are frozen.
     by_last, sizes = order(by_last, sizes)
 
     def again(rows: Any, first: Any) -> Any:
-        return mlp.inner_again(step.function, rows, sizes, first, projections)
+        return mlp.projections_again(step.function, rows, sizes, first, projections)
 
-    by_rows, by_first = jax.vjp(again, rows, first)[1](by_inner)
-    return by_rows, by_row_weights, by_first, by_last, None, None
+    by_rows, by_first = jax.vjp(again, rows, first)[1](by_projections)
+    return by_rows, by_row_weights + of_bias, by_first, by_last, None, None
+
+
+def _behind_activation(activation: Any, by_weighted: Any, projections: Any, row_weights: Any) -> tuple[Any, Any, Any]:
+    """Returns the gradients of the projections and the weighted activation, `[C, F]` each, and the gradient of
+    `row_weights [C]`, from the gradient `by_weighted` of the weighted activation."""
+    inner = hopper.from_projections(activation, projections)
+    weighted, of_weighted = jax.vjp(mlp.weighted, inner, row_weights)
+    by_inner, by_row_weights = of_weighted(by_weighted)
+    wide = (a.astype(jnp.float32) for a in (by_inner, *projections))
+    by_projections = [a.astype(inner.dtype) for a in activation.gradients(*wide)]
+    return by_projections, weighted, by_row_weights
 
 
 define_derivative(_run, _forward, _backward)

@@ -27,7 +27,7 @@ from xen_moe_jax._async_primitives import order
 from xen_moe_jax._jax_internals import varying_axes
 from xen_moe_jax._mesh import vary, vary_alike
 from xen_moe_jax._overlap import in_overlap, overlap_work
-from xen_moe_jax.experts.lent import Lent, by_slots, contracted
+from xen_moe_jax.experts.lent import Lent, by_slots, contracted, one_at_once
 from xen_moe_jax.pallas_kernels.hopper import gather
 from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
@@ -240,13 +240,13 @@ def activated_and_projections(
     *,
     activation: Activation = SWIGLU,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Returns `activated`, and the projections `[C, F]` in the dtype of the rows, for `activated_again`. Neither has a
+    """Returns `activated`, and the projections `[C, F]` in the dtype of the rows, for `projected_again`. Neither has a
     derivative."""
     out, *projections = _with_projections(_activated_kept, rows, weights, group_sizes, biases, None, activation)
     return out, projections
 
 
-def activated_again(
+def projected_again(
     rows: jax.Array,
     weights: tuple[jax.Array, ...],
     group_sizes: jax.Array,
@@ -254,11 +254,10 @@ def activated_again(
     projections: list[jax.Array],
     *,
     activation: Activation = SWIGLU,
-) -> jax.Array:
-    """Returns `activated` from projections that were rounded to their dtype, with its derivatives by rows, weights and
-    biases."""
+) -> list[jax.Array]:
+    """Returns `projections`, which `activated_and_projections` has returned, with their derivatives."""
     kept = tuple(_whole(projection, 0, 1) for projection in projections)
-    return _with_projections(_activated_again, rows, weights, group_sizes, biases, kept, activation)[0]
+    return _with_projections(_projected_again, rows, weights, group_sizes, biases, kept, activation)
 
 
 def from_projections(activation: Activation, projections: Sequence[jax.Array]) -> jax.Array:
@@ -378,6 +377,8 @@ def _by_rows(chosen: Plan, cotangents: list[Any], weights: Sequence[Any], group_
         also = more[0] if more else None
         return [rows_by_weights(*first, sizes, also, into=into, transposed=True, tiles=chosen.rows)]
 
+    if len(weights) > 1:
+        weights = one_at_once(weights)
     return vary(by_slots(kernel, cotangents, weights, None, group_sizes)[0], varying_axes(cotangents[0]))
 
 
@@ -451,16 +452,24 @@ def _activated_backward(chosen: Plan, activation: Activation, kept: Any, cotange
         by_row_weights = jnp.sum(activation(*inputs) * by_out, axis=-1)
         by_out = by_out * row_weights[:, None]
     by_projections = [a.astype(rows.dtype) for a in activation.gradients(by_out, *inputs)]
-    by_weights = tuple(
-        _by_weights(chosen, rows, by, w, group_sizes) for by, w in zip(by_projections, weights, strict=True)
-    )
-    if isinstance(weights[0], Lent):  # rows and their gradient are then never in memory together
-        by_weights, group_sizes = order(by_weights, group_sizes)
-    by_rows = _by_rows(chosen, by_projections, weights, group_sizes)
+    by_rows, by_weights, by_biases = _by_operands(chosen, rows, weights, biases, group_sizes, by_projections)
+    return by_rows, by_weights, by_biases, by_row_weights, None
+
+
+def _by_operands(
+    chosen: Plan, rows: Any, weights: Any, biases: Any, group_sizes: Any, by_projections: list[Any]
+) -> tuple[Any, ...]:
+    """Returns the gradients of rows, weights and biases from those of the projections, `[C, F]` each."""
+    by_weights, sizes = [], group_sizes
+    for by, w in zip(by_projections, weights, strict=True):
+        by_weights.append(_by_weights(chosen, rows, by, w, sizes))
+        if isinstance(w, Lent):  # one after the other, and rows and their gradient are never in memory together
+            by_weights[-1], sizes = order(by_weights[-1], sizes)
+    by_rows = _by_rows(chosen, by_projections, weights, sizes)
     by_biases = None
     if biases is not None:
         by_biases = tuple(sum_of_groups(chosen, by, group_sizes) for by in by_projections)
-    return by_rows, by_weights, by_biases, by_row_weights, None
+    return by_rows, tuple(by_weights), by_biases
 
 
 _activated.defvjp(_activated_forward, _activated_backward)
@@ -471,15 +480,21 @@ def _activated_kept(chosen: Plan, activation: Activation, *operands: Any) -> lis
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _activated_again(
+def _projected_again(
     chosen: Plan, activation: Activation, rows: Any, weights: Any, biases: Any, projections: Any, group_sizes: Any
 ) -> list[Any]:
-    return [from_projections(activation, projections)]
+    return list(projections)
 
 
 def _again_forward(chosen: Plan, activation: Activation, *operands: Any) -> tuple[Any, Any]:
     *arrays, projections, group_sizes = operands
-    return _activated_again(chosen, activation, *operands), (*arrays, None, group_sizes, projections)
+    return list(projections), (*arrays, group_sizes)
 
 
-_activated_again.defvjp(_again_forward, _activated_backward)
+def _again_backward(chosen: Plan, activation: Activation, kept: Any, by_projections: Any) -> tuple[Any, ...]:
+    *arrays, group_sizes = kept
+    rows, weights, biases, by_projections = jax.tree.map(first_order, (*arrays, by_projections))
+    return *_by_operands(chosen, rows, weights, biases, group_sizes, by_projections), None, None
+
+
+_projected_again.defvjp(_again_forward, _again_backward)

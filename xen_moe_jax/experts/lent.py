@@ -230,9 +230,13 @@ def weights_of(
     return {name: of_slots(weight) for name, weight in weights.items()}
 
 
-def one_at_once(weights: dict[str, Any]) -> dict[str, Any]:
-    """Returns the weights by name, in which each `Lent` lends one expert in a round."""
-    return {name: dataclasses.replace(w, at_once=1) if isinstance(w, Lent) else w for name, w in weights.items()}
+def one_at_once(weights: Any) -> Any:
+    """Returns a pytree of weights in which each `Lent` lends one expert in a round."""
+
+    def one(w: Any) -> Any:
+        return dataclasses.replace(w, at_once=1) if isinstance(w, Lent) else w
+
+    return jax.tree.map(one, weights, is_leaf=lambda w: isinstance(w, Lent))
 
 
 def by_slots(
@@ -294,6 +298,25 @@ def _shapes_into(*operands: Any, tree: Any, **_: Any) -> list[Any]:
 into_p = declare_composite("rows_into", _shapes_into, _into)
 """A kernel that writes rows into arrays, its last operands. JAX refuses a kernel that writes into an array that varies
 over mesh axes; as a primitive, the kernel is traced only when it is lowered, without varying axes."""
+
+
+def in_place(work: Callable[..., Any], by_weighted: Any, projections: Sequence[Any], row_weights: Any) -> Any:
+    """Returns `work(by_weighted, projections, row_weights)`: one array `[C, F]` more than projections, and an array
+    `[C]`. They get the memory of the operands.
+
+    XLA gives the state of a loop the same memory before and after a turn. It does not let an operation overwrite an
+    operand that a loop has returned, as one with lent weights returns these. So the work is a loop of one turn, whose
+    end XLA does not know beforehand.
+    """
+    first, *others = projections
+
+    def turn(state: Any) -> Any:
+        at, (by_weighted, *others), first, _ = state
+        return at + 1, *work(by_weighted, [first, *others], row_weights)
+
+    end = lax.optimization_barrier(jnp.int32(1))
+    start = jnp.int32(0), [by_weighted, *others], first, row_weights
+    return lax.while_loop(lambda state: state[0] < end, turn, start)[1:]
 
 
 def contracted(kernel: Callable[..., Any], by_row: Sequence[Any], weights: Any, sizes: Any) -> Any:

@@ -203,17 +203,17 @@ def in_kernels(config: ExpertFunction) -> hopper.Activation:
 def inner_rows_and_projections(
     config: ExpertFunction, x: jax.Array, group_sizes: jax.Array, weights: Weights
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """Returns `inner_rows` by the Hopper kernels, and the projections `[C, F]`, which `inner_again` takes."""
+    """Returns `inner_rows` by the Hopper kernels, and the projections `[C, F]`, which `projections_again` takes."""
     both, biases = weights_and_biases(config, weights)
     return hopper.activated_and_projections(x, both, group_sizes, biases, activation=in_kernels(config))
 
 
-def inner_again(
+def projections_again(
     config: ExpertFunction, x: jax.Array, group_sizes: jax.Array, weights: Weights, projections: list[jax.Array]
-) -> jax.Array:
-    """Returns `inner_rows`, with its derivatives, from projections that were rounded to their dtype."""
+) -> list[jax.Array]:
+    """Returns projections that `inner_rows_and_projections` has returned, with their derivatives."""
     both, biases = weights_and_biases(config, weights)
-    return hopper.activated_again(x, both, group_sizes, biases, projections, activation=in_kernels(config))
+    return hopper.projected_again(x, both, group_sizes, biases, projections, activation=in_kernels(config))
 
 
 def outer_rows(
