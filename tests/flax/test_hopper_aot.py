@@ -13,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import xen_moe_jax as xm
 from tests.support import gpu_topology, hopper_kernels
 from tests.support.ptxas_reports import check_reports, keep_reports
-from xen_moe_jax.experts import hopper
+from xen_moe_jax.experts import hopper, lent
+from xen_moe_jax.pallas_kernels.hopper.rows import rows_by_weights
 
 pytestmark = pytest.mark.gpu_aot
 
@@ -87,6 +89,26 @@ def test_experts_copy_no_weights(sharding, tmp_path, monkeypatch):
     results = re.findall(rf"= \(?bf16\[{groups},{size},{size}\]\S* ([\w-]+)\(", text)
     assert results.count("parameter") >= 3 and results.count("custom-call") == 3, results
     assert set(results) <= {"parameter", "custom-call", "get-tuple-element", "bitcast"}, results
+
+
+def test_vmap_fuses_no_slices_with_a_kernel_that_writes_into_an_array(sharding):
+    """XLA's fusion of slices with a call forgets that the call's result is its operand with more rows."""
+
+    def kernel(by_row, weights, _, sizes, into):
+        options = {"into": into, "transposed": False, "tiles": MANY, "num_sms": hopper_kernels.SMS}
+        return [rows_by_weights(by_row[0], weights[0], sizes, **options)]
+
+    def one(rows, weights, sizes, first_row, out):
+        operands, tree = jax.tree.flatten(([rows], [weights], None, sizes, first_row, [out]))
+        return lent.into_p.bind(*operands, kernel=kernel, tree=tree, config=xm.KernelConfig())
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct((3, *shape), dtype, sharding=sharding)
+
+    given = array(256, 128), array(1, 128, 256), array(1, dtype=jnp.int32), array(dtype=jnp.int32), array(256, 256)
+    text = jax.jit(jax.vmap(one)).lower(*given).compile().as_text()
+    (found,) = [part for part in text.split("\n\n") if "output_to_operand_aliasing" in part]
+    assert not found.lstrip().startswith("%dynamic-slice-fusion"), found
 
 
 @pytest.mark.parametrize("kernel", hopper_kernels.KERNELS)

@@ -104,6 +104,22 @@ def test_a_matmul_runs_between_start_and_done(program):
     assert schedules(program(async_programs.layers_in_a_scan)) == [layer]  # the body of the loop
 
 
+def test_vmap_fuses_no_slices_with_an_exchange_that_writes_into_its_output(mesh):
+    """XLA's fusion of slices with a call forgets that the call's result is its operand with more rows."""
+
+    def exchange(rows, output, sizes):
+        options = {"axis_name": "ep", "config": CONFIG}
+        return xm.ragged_all_to_all(rows, output, sizes * 0, sizes, sizes * 0, sizes, **options)
+
+    mapped = jax.shard_map(jax.vmap(exchange), mesh=mesh, in_specs=P(None, "ep"), out_specs=P(None, "ep"))
+    rows, sizes = ((3, 4 * 64, 32), jnp.float32), ((3, 4 * RANKS), jnp.int32)
+    sharding = NamedSharding(mesh, P(None, "ep"))
+    given = [jax.ShapeDtypeStruct(*of, sharding=sharding) for of in (rows, rows, sizes)]
+    text = jax.jit(mapped).lower(*given).compile().as_text()
+    (found,) = [part for part in text.split("\n\n") if "output_to_operand_aliasing" in part]
+    assert not found.lstrip().startswith("%dynamic-slice-fusion"), found
+
+
 @pytest.mark.parametrize("mode", ["throughput", "low_latency"])
 def test_start_and_done_between_nodes_are_as_far_apart(program, mode):
     nodes = xm.KernelConfig(backend="cuda", ranks_per_node=2, mode=mode)

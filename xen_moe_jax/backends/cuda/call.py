@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from xen_moe_jax import _active, _mesh, _nodes
 from xen_moe_jax._config import KernelConfig
@@ -103,6 +104,12 @@ def check_nodes(spec: Spec, config: KernelConfig) -> None:
         )
 
 
+def apart(*arrays: jax.Array) -> list[jax.Array]:
+    """Returns the same arrays behind a barrier: XLA would fuse slices with the call that they feed, and an update with
+    the call's result, and the fusion would forget which buffers the call aliases."""
+    return list(lax.optimization_barrier(arrays))
+
+
 def ffi_call(
     target: str, operands: tuple, results: list[jax.ShapeDtypeStruct], keys: np.ndarray, attrs: dict[str, int], **kw
 ):
@@ -113,4 +120,6 @@ def ffi_call(
         target, kw = f"{target}_start", {**kw, "has_side_effect": True}
     function = jax.ffi.ffi_call(target, results, **kw)
     numbers = {name: np.int64(value) for name, value in {**attrs, "site": _mesh.lowering_site()}.items()}
-    return list(function(*operands, devices=keys.reshape(-1), **numbers))
+    aliased = "input_output_aliases" in kw
+    results = function(*(apart(*operands) if aliased else operands), devices=keys.reshape(-1), **numbers)
+    return apart(*results) if aliased else list(results)

@@ -11,12 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax import lax
 
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.base import BackendUnavailable, Call, Move
 from xen_moe_jax.backends.cuda import module
+from xen_moe_jax.backends.cuda.call import apart
 from xen_moe_jax.backends.cuda.collectives import move_weights
 from xen_moe_jax.backends.cuda.combine import combine
 from xen_moe_jax.backends.cuda.dispatch import dispatch
@@ -34,7 +34,7 @@ def supports_async(spec: Spec, config: KernelConfig) -> bool:
 
 def dispatch_start(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """Takes the operands of a dispatch; returns its results, pending."""
-    return dispatch(call, *_apart(*operands), start=True)
+    return dispatch(call, *apart(*operands), start=True)
 
 
 def dispatch_done(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -45,12 +45,12 @@ def dispatch_done(call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
 
 def combine_start(call: Call, *operands: jax.Array) -> jax.Array:
     """Takes the operands of a combine; returns its result, pending."""
-    return combine(call, *_apart(*operands), start=True)
+    return combine(call, *apart(*operands), start=True)
 
 
 def move_weights_start(move: Move, weights: jax.Array, source: jax.Array, active: jax.Array) -> jax.Array:
     """Takes the operands of `move_weights`; returns its result `[S_new, ...]`, pending."""
-    weights, source, active = _apart(weights, source, active)
+    weights, source, active = apart(weights, source, active)
     return move_weights(move, weights, source, active, start=True)
 
 
@@ -58,12 +58,6 @@ def combine_done(_: Call | Move, *operands: jax.Array) -> jax.Array:
     """Takes the operands and the one result of the start of a combine, or of `move_weights`; returns this result."""
     *alive, out = operands
     return _wait([out], alive)[0]
-
-
-def _apart(*operands: jax.Array) -> list[jax.Array]:
-    """Returns the same arrays behind a barrier: XLA would fuse a slice with the call that it feeds, and the fusion
-    would forget which buffers the call aliases."""
-    return list(lax.optimization_barrier(operands))
 
 
 def _wait(results: Any, alive: Any) -> list[jax.Array]:
@@ -77,7 +71,7 @@ def _wait(results: Any, alive: Any) -> list[jax.Array]:
         input_output_aliases={i: i for i in range(len(real))},
     )
     done = list(results)
-    arrived = function(*(results[i] for i in real), *_apart(*alive))
-    for i, array in zip(real, _apart(*arrived), strict=True):
+    arrived = function(*(results[i] for i in real), *apart(*alive))
+    for i, array in zip(real, apart(*arrived), strict=True):
         done[i] = array
     return done
