@@ -230,13 +230,9 @@ def weights_of(
     return {name: of_slots(weight) for name, weight in weights.items()}
 
 
-def one_at_once(weights: Any) -> Any:
-    """Returns a pytree of weights in which each `Lent` lends one expert in a round."""
-
-    def one(w: Any) -> Any:
-        return dataclasses.replace(w, at_once=1) if isinstance(w, Lent) else w
-
-    return jax.tree.map(one, weights, is_leaf=lambda w: isinstance(w, Lent))
+def one_at_once(weights: dict[str, Any]) -> dict[str, Any]:
+    """Returns the weights by name, in which each `Lent` lends one expert in a round."""
+    return {name: dataclasses.replace(w, at_once=1) if isinstance(w, Lent) else w for name, w in weights.items()}
 
 
 def by_slots(
@@ -286,8 +282,10 @@ def by_slots(
 
 def _into(*operands: Any, kernel: Any, tree: Any, **_: Any) -> tuple[Any, ...]:
     """Returns the arrays after `kernel` has written its rows into them: the leaves of the last operand."""
-    *given, first_row, outs = jax.tree.unflatten(tree, operands)
-    return tuple(kernel(*given, into=Into(outs, first_row)))
+    # In a loop over a batch, such as that of `vmap`, XLA would fuse slices of the batch with the kernel, and the fusion
+    # would forget that the kernel's result is its operand with more rows.
+    *given, first_row, outs = jax.tree.unflatten(tree, lax.optimization_barrier(operands))
+    return tuple(lax.optimization_barrier(tuple(kernel(*given, into=Into(outs, first_row)))))
 
 
 def _shapes_into(*operands: Any, tree: Any, **_: Any) -> list[Any]:
@@ -306,16 +304,17 @@ def in_place(work: Callable[..., Any], by_weighted: Any, projections: Sequence[A
 
     XLA gives the state of a loop the same memory before and after a turn. It does not let an operation overwrite an
     operand that a loop has returned, as one with lent weights returns these. So the work is a loop of one turn, whose
-    end XLA does not know beforehand.
+    end XLA does not know beforehand. A result overwrites an operand on which it depends, or XLA copies it: the gradient
+    of the last projection, `up`, does not depend on `up` itself in gated experts.
     """
-    first, *others = projections
+    *others, last = projections
 
     def turn(state: Any) -> Any:
-        at, (by_weighted, *others), first, _ = state
-        return at + 1, *work(by_weighted, [first, *others], row_weights)
+        at, (*others, by_weighted), last, _ = state
+        return at + 1, *work(by_weighted, [*others, last], row_weights)
 
     end = lax.optimization_barrier(jnp.int32(1))
-    start = jnp.int32(0), [by_weighted, *others], first, row_weights
+    start = jnp.int32(0), [*others, by_weighted], last, row_weights
     return lax.while_loop(lambda state: state[0] < end, turn, start)[1:]
 
 
