@@ -121,5 +121,5 @@ def ffi_call(
     function = jax.ffi.ffi_call(target, results, **kw)
     numbers = {name: np.int64(value) for name, value in {**attrs, "site": _mesh.lowering_site()}.items()}
     aliased = "input_output_aliases" in kw
-    results = function(*(apart(*operands) if aliased else operands), devices=keys.reshape(-1), **numbers)
-    return apart(*results) if aliased else list(results)
+    made = function(*(apart(*operands) if aliased else operands), devices=keys.reshape(-1), **numbers)
+    return apart(*made) if aliased else list(made)
