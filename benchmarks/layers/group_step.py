@@ -19,6 +19,7 @@ process per GPU (NVSHMEM); in the group it is CUDA IPC memory.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import importlib.util
 import json
 import os
@@ -58,8 +59,8 @@ def example(size: str) -> Any:
 
 def weights(serve: Any) -> tuple[Any, Any]:
     """Weights of every rank, which are random, and the experts of one rank, which are all alike."""
+    import jax
     import jax.numpy as jnp
-    import numpy as np
 
     h, w = serve.HIDDEN, serve.WIDTH
     shapes = {
@@ -69,10 +70,10 @@ def weights(serve: Any) -> tuple[Any, Any]:
         "router": (serve.LAYERS, h, serve.EXPERTS),
         "out": (h, serve.VOCAB),
     }
-    rng = np.random.default_rng(35)
+    keys = jax.random.split(jax.random.key(35), len(shapes))
     dense = {
-        name: jnp.asarray((rng.standard_normal(shape) * shape[-2] ** -0.5).astype(np.float32))
-        for name, shape in shapes.items()
+        name: jax.random.normal(key, shape) * shape[-2] ** -0.5
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
     experts = {"gate_up": (serve.LAYERS, serve.SLOTS, h, 2 * w), "down": (serve.LAYERS, serve.SLOTS, w, h)}
     return dense, {name: jnp.full(shape, shape[-2] ** -0.5, jnp.float32) for name, shape in experts.items()}
@@ -188,11 +189,21 @@ def in_a_job(size: str, rank: int, ranks: int, port: str, host: bool) -> dict[st
     dense, experts = map(spread, weights(serve))
     tokens, steps = spread(inputs(serve)), {}
     options = {"active": jnp.ones(ranks, bool), "placement": placement}
-    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P("ep"),) * 6 + (P(),), out_specs=P("ep")), donate_argnums=2)
-    for name, of in (("job", ()), ("job, placed", ("placement",)), ("job, masked", ("active", "placement"))):
-        chosen = jax.tree.map(lambda a: jax.device_put(a, NamedSharding(mesh, P())), {n: options[n] for n in of})
+    traced = jax.jit(
+        jax.shard_map(step, mesh=mesh, in_specs=(P("ep"),) * 6 + (P(),), out_specs=P("ep")), donate_argnums=2
+    )
+    names = {"job": (), "job, placed": ("placement",), "job, masked": ("active", "placement")}
+    given = [
+        jax.tree.map(lambda a: jax.device_put(a, NamedSharding(mesh, P())), {n: options[n] for n in of})
+        for of in names.values()
+    ]
+    cache = spread(serve.empty_cache(serve.ROWS))
+    lowered = [traced.lower(dense, experts, cache, *tokens, chosen) for chosen in given]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        programs = list(pool.map(lambda one: one.compile(), lowered))
+    for name, run, chosen in zip(names, programs, given, strict=True):
 
-        def one(cache: Any, chosen: Any = chosen) -> Any:
+        def one(cache: Any, run: Any = run, chosen: Any = chosen) -> Any:
             out, cache = run(dense, experts, cache, *tokens, chosen)
             np.asarray(out.addressable_shards[0].data)
             xm.check()
