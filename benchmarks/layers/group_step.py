@@ -35,6 +35,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.peers.jax_settings import ALONE  # noqa: E402
 from tools.children import bound  # noqa: E402
 
 SIZES: dict[str, dict[str, int]] = {
@@ -236,6 +237,8 @@ def run(size: str, what: str, ranks: int, gpus: int, host: bool) -> dict[str, An
         for rank in range(ranks):
             env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
             env["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+            if what == "job":
+                env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {ALONE}"
             if not host:
                 visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
                 order = [visible[(rank + i) % gpus] for i in range(gpus if what == "group" else 1)]
