@@ -185,3 +185,17 @@ def test_contents_differ_by_seed():
     """The other tests compare contents: they must be able to differ."""
     assert (content(1, (64,), np.uint8) != content(2, (64,), np.uint8)).any()
     assert (weights(1)["embed"] != weights(2)["embed"]).any()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"src": {"w": 1.0}}, "src: w is a float: must be an array"),
+        ({"dst": "weights"}, "dst: the value is a str: must be an array"),
+        ({"cast": ["bfloat16"]}, r"cast=\['bfloat16'\]: must be a dictionary"),
+    ],
+)
+def test_plans_of_what_is_no_array(given, words):
+    array = {"w": np.ones((4, 2), np.float32)}
+    with pytest.raises(TypeError, match=f"plan: {words}"):
+        xt.plan(**({"src": array, "dst": array} | given))

@@ -73,11 +73,11 @@ def plan(src, dst, cast: Mapping[str, Any] | None = None) -> Plan:
 
     Raises `ValueError` where trees, shapes or dtypes do not fit, or no process holds a part that a receiver needs.
     """
-    sources = {path: _holders(leaf) for path, leaf in leaves_by_path(src).items()}
     avals = leaves_by_path(src)
+    sources = {path: _holders(leaf, f"src: {path or 'the value'}") for path, leaf in avals.items()}
     layouts = _layouts(dst)
     dtypes = {path: _memory.check_dtype(aval.dtype, f"plan: {path or 'the array'}") for path, aval in avals.items()}
-    casts = _casts(cast or {}, list(dtypes))
+    casts = _casts({} if cast is None else cast, list(dtypes))
     for path in dtypes:
         dtypes[path] = next((dtype for found, dtype in casts.values() if path in found), dtypes[path])
     load: Counter[int] = Counter()
@@ -107,6 +107,8 @@ def plan(src, dst, cast: Mapping[str, Any] | None = None) -> Plan:
 
 def _casts(cast: Mapping[str, Any], paths: list[str]) -> dict[str, tuple[set[str], Any]]:
     """Returns the matching paths and the dtype of each pattern. Raises ValueError for a pattern that matches none."""
+    if not isinstance(cast, Mapping):
+        raise TypeError(f"plan: cast={cast!r}: must be a dictionary of dtypes by patterns of paths")
     found = {}
     for pattern, dtype in cast.items():
         try:
@@ -121,8 +123,10 @@ def _casts(cast: Mapping[str, Any], paths: list[str]) -> dict[str, tuple[set[str
     return found
 
 
-def _holders(leaf: Any) -> dict[Box, list[int]]:
-    """Returns the distinct boxes of an array, and the processes that hold each."""
+def _holders(leaf: Any, what: str) -> dict[Box, list[int]]:
+    """Returns the distinct boxes of an array, and the processes that hold each. Raises TypeError for what is none."""
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        raise TypeError(f"plan: {what} is a {type(leaf).__name__}: must be an array, or a jax.ShapeDtypeStruct")
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
         return {tuple((0, extent) for extent in leaf.shape): [jax.process_index()]}
@@ -144,7 +148,7 @@ def _layouts(dst) -> list[Layout]:
         return list(dst)
     leaves = []
     for path, leaf in leaves_by_path(dst).items():
-        boxes = _holders(leaf)
+        boxes = _holders(leaf, f"dst: {path or 'the value'}")
         leaves.append(Leaf.of_boxes(path, tuple(leaf.shape), np.dtype(leaf.dtype), list(boxes)))
     return [Layout("", "", tuple(leaves))]
 
