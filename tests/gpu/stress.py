@@ -32,6 +32,7 @@ from jax.sharding import PartitionSpec as P
 import xen_moe_jax as xm
 from tests.gpu import bodies
 from tests.gpu.bodies import Setup
+from tests.gpu.random_calls import hash_of
 from tests.support.cases import Case
 
 POOL = ("uniform", "zipf", "one_hot", "empty", "duplicates", "idle_ranks", "out_of_range", "one_token")
@@ -76,17 +77,8 @@ def hash_results(results: dict[str, Any]) -> jax.Array:
     is free.
     """
     total = jnp.uint32(0)
-    for number, (array, keep) in enumerate(results.values()):
-        unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]
-        bits = jax.lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
-        place = jnp.arange(array.size, dtype=jnp.uint32).reshape(array.shape) * jnp.uint32(2654435761) + jnp.uint32(
-            number
-        )
-        mixed = (bits + 1) * ((place ^ (place >> 16)) | 1)
-        mixed = mixed ^ (mixed >> 13)
-        if keep is not None:
-            mixed = jnp.where(keep.reshape(keep.shape + (1,) * (array.ndim - keep.ndim)), mixed, 0)
-        total = total * jnp.uint32(31) + jnp.sum(mixed, dtype=jnp.uint32)
+    for array, keep in results.values():
+        total = total * jnp.uint32(31) + hash_of(array, keep)
     return total
 
 
