@@ -215,8 +215,9 @@ def _body(refs: _Refs, *, columns: Columns, blocks: int) -> None:
     to = jnp.where(there, earlier + fill.astype(jnp.float32), -1.0)
     count = jnp.sum(hot[:1]).astype(jnp.int32)
     # a place that no pair has yet is zero, so numbers are kept larger by one
-    empty = jnp.zeros((refs.gathered.shape[0] - slots - 2, block), jnp.int32)
-    larger = jnp.concatenate([given + 1, empty], axis=0)
+    larger = given + 1
+    if beyond := refs.gathered.shape[0] - slots - 2:
+        larger = jnp.concatenate([larger, jnp.zeros((beyond, block), jnp.int32)], axis=0)
     refs.gathered[...] = refs.gathered[...] | moved(larger, to)
     made = refs.made[0, 0, 0]
     full = (fill + count >= block) | (last & ((fill > 0) | (made == 0)))  # a core makes a block even without pairs

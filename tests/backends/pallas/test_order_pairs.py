@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -70,3 +71,11 @@ def test_pairs_that_exist_are_together_and_ordered_by_depth(pairs, slots, group,
         assert (table[columns.peer, n:] == -1).all() and (table[columns.depth, n:] == 0).all()
         deeper = [int((depths > s).sum()) for s in range(slots)]
         assert table[columns.facts, : slots + 1].tolist() == [*deeper, n]
+
+
+@pytest.mark.parametrize("slots", [6, 7, 14])
+def test_any_number_of_slots_is_lowered(slots):
+    """With 6 and 14 slots rows, peer and address fill whole registers: Mosaic has no empty vectors."""
+    given = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((256, slots), (256,), (256,)))
+    order = jax.jit(lambda rows, peer, address: order_pairs(rows, peer, address, 16, launch=Launch(1))[1:])
+    order.trace(*given).lower(lowering_platforms=("tpu",))
