@@ -39,16 +39,17 @@ LEAST = 128
 """The numbers of rows of a buffer and of columns of a weight are multiples of this. No tile has fewer rows."""
 ROWS = (1024, 512, 256, 128)
 """Rows of a tile, the preferred number first."""
-PIECES = {"v6e": 128, "tpu7x": 128}
+PIECES = {"v4": 128, "v6e": 128, "tpu7x": 128}
 """Rows of a tile that are multiplied at a time, by generation of the chip; other generations have 64. The last piece of
 an expert in a tile is filled in part: the smaller the piece, the fewer rows are multiplied in vain. A piece of fewer
-rows than this would take as long: the matrix unit is loaded with weights in that time."""
+rows than this would take as long: the matrix unit is loaded with weights in that time. On v4, 64 rows have 0.65 of the
+bundles of 128."""
 COLUMNS, DEPTHS = (1792, 1024, 896, 512, 256, 128), (2048, 1024, 512, 256, 128)
 """Columns of a tile, and elements of the contracted dimension that one step multiplies, the preferred ones first. One
 step for the whole contracted dimension is preferred to all of these."""
 STEP = 2**22
 """Most elements of the weights of a step: the program of a step, which has no loop over them, grows with them."""
-WEIGHT_ROWS = {4096: STEP // 2, 2048: 2**18, 1024: 2**18, 512: 2**18, 256: 2**18, 128: 2**18}
+WEIGHT_ROWS = {4096: STEP // 2, 2048: 7 * 2**16, 1024: 2**18, 512: 2**18, 256: 2**18, 128: 2**18}
 """Numbers of rows of a tile of the gradients by weights, the preferred number first. The value of each is the least
 number of elements of the weight's tile with which so many rows are taken; if no tile has enough elements, the most rows
 that fit are taken. With smaller tiles of the weight HBM would move more bytes, and the instructions of a step would
