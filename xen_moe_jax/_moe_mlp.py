@@ -196,7 +196,9 @@ def moe_mlp(
             if placement is balance is slots_per_rank is None and len(axis_sizes) == 1:
                 config = config_for_rows(function, values, weights, capacity, config)
             routed = dispatch(x, topk_idx, topk_weights, **routing, **sending, config=config)
+            tokens = None if isinstance(x, BlockScaled) else jnp.asarray(x)
         else:
+            tokens = None
             del sending["wire"], sending["gradient_wire"]
             if num_ranks == 1 and hopper.on_hopper():
                 config = gathered.alone(config)
@@ -213,7 +215,7 @@ def moe_mlp(
             else:
                 weights = move(weights, None, found)
         back = Return(combine_wire, gradient_wire, config)
-        out = experts_and_combine(function, weights, routed, back)
+        out = experts_and_combine(function, weights, routed, back, tokens)
     return (out, _info(routed)) if return_info else out
 
 

@@ -518,7 +518,9 @@ def test_rows_in_halves_are_for_the_backend_that_reads_them(monkeypatch, mesh4):
 
     def found(axis_name, config):
         taken = []
-        monkeypatch.setattr(_moe_mlp, "experts_and_combine", lambda f, w, routed, back: taken.append(back) or routed.x)
+        monkeypatch.setattr(
+            _moe_mlp, "experts_and_combine", lambda f, w, routed, back, _: taken.append(back) or routed.x
+        )
         x, idx, matrix = jnp.ones((8, 256), jnp.bfloat16), jnp.zeros((8, 1), jnp.int32), jnp.ones((2, 256, 256))
         options = {"num_experts": EXPERTS, "axis_name": axis_name, "capacity": 64, "config": config}
         matrices = [matrix.astype(x.dtype)] * 3

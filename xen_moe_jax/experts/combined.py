@@ -14,6 +14,10 @@ So neither the experts' output nor `inner` is kept, and no pass over `[C, H]` is
 arithmetic between the matmuls reads the projections and `by_inner`, and writes the cotangents of the projections and
 `w * inner`. On a GPU XLA makes one kernel of it, and experts in fp8 have one that also quantizes
 (`pallas_kernels/hopper/float8_activation.py`). On a TPU the kernel of `rows_of_cotangent @ down.T` does it.
+
+On a TPU the gradient of the tokens is asynchronous: the gradient of the rows goes home to the tokens while the
+gradients of the projections' weights are computed, on which it does not depend. So `_run_on_tpu` takes the tokens, too,
+and returns their gradient itself, in place of that of the rows, which the dispatch would send home as one operation.
 """
 
 from __future__ import annotations
@@ -31,10 +35,11 @@ from xen_moe_jax._async_primitives import order
 from xen_moe_jax._config import KernelConfig, RowsInHalves
 from xen_moe_jax._mesh import vary_alike
 from xen_moe_jax._numbers import as_int
-from xen_moe_jax._overlap import define_derivative
+from xen_moe_jax._overlap import combine_done, combine_start, define_derivative, overlap
 from xen_moe_jax._quantize import parse_wire, quantize
 from xen_moe_jax._quantized_weight import QuantizedWeight
-from xen_moe_jax._types import Handle, Routed
+from xen_moe_jax._types import Flight, Handle, Routed
+from xen_moe_jax.backends.pallas import hardware
 from xen_moe_jax.experts import grouped_matmul, hopper, hopper_float8, mlp, on_tpu
 from xen_moe_jax.experts.function import ExpertFunction
 from xen_moe_jax.experts.lent import Lent, in_place, one_at_once
@@ -59,13 +64,22 @@ class Return:
             cotangent, handle, wire=self.gradient_wire, gradient_wire=self.gradient_wire, config=self.config
         )
 
+    def started(self, by_rows: jax.Array, handle: Handle) -> Flight:
+        """Starts the transpose of the dispatch: the rows' gradient goes home to the tokens."""
+        wire = self.gradient_wire
+        return combine_start(by_rows, handle, weighted=False, wire=wire, gradient_wire=wire, config=self.config)
 
-def experts_and_combine(function: ExpertFunction, weights: mlp.Weights, routed: Routed, back: Return) -> jax.Array:
+
+def experts_and_combine(
+    function: ExpertFunction, weights: mlp.Weights, routed: Routed, back: Return, tokens: jax.Array | None = None
+) -> jax.Array:
     """Returns `[T, H]`: the experts' outputs for the rows of `routed`, added up for each token.
 
     Args:
       weights: of this rank's experts or slots, by name, as in `mlp.grouped_experts`.
       back: how the outputs go home.
+      tokens: `[T, H]` or `[..., H]`, whose rows `routed` has, by a dispatch with the gradient wire and the config of
+        `back`; None where they are quantized, or where `routed` was made in another way.
     """
     by_rows = function.apply_weights_to == "rows"
     if by_hopper(function, routed.x, weights):
@@ -73,7 +87,9 @@ def experts_and_combine(function: ExpertFunction, weights: mlp.Weights, routed: 
             return _weighted_combine(function, weights, routed, back, _run)
         return _plain_combine(back, run_experts(function, weights, routed), routed.handle)
     if by_rows and _own(function, weights) and by_pallas(function, routed.x, weights):
-        return _weighted_combine(function, weights, routed, back, _run_on_tpu)
+        return _weighted_combine(
+            function, weights, routed, back, _run_on_tpu, tokens if _flies(routed.handle, back) else None
+        )
     at_home = function.layout == "grouped" and routed.handle.placement is None
     if by_rows and at_home and mlp.by_float8_kernels(function, routed.x, weights):
         return _weighted_float8(function, weights, routed, back)
@@ -179,15 +195,26 @@ def _plain_backward(back: Return, handle: Handle, cotangent: jax.Array) -> tuple
 _plain_combine.defvjp(_plain_forward, _plain_backward)
 
 
+def _flies(handle: Handle, back: Return) -> bool:
+    """Returns True if the gradient of the rows goes home by a start and a done: to other ranks along one mesh axis, and
+    of so many tokens that a start costs little beside them. A start has a row in its buffer for every token of every
+    rank: it may be twice as large as the rows of this rank."""
+    spec, config = handle.spec, back.config or KernelConfig()
+    few = hardware.low_latency(spec, config) or spec.num_ranks == 1
+    at_home = handle.placement is None and len(spec.axis_name) == 1
+    return at_home and not few and spec.num_ranks * spec.num_tokens <= 2 * spec.capacity
+
+
 def _weighted_combine(
-    function: ExpertFunction, weights: mlp.Weights, routed: Routed, back: Return, run: Any
+    function: ExpertFunction, weights: mlp.Weights, routed: Routed, back: Return, run: Any, *tokens: Any
 ) -> jax.Array:
-    """Returns `[T, H]`: experts and a weighted combine, by `run`, which is `_run` or `_run_on_tpu`."""
-    leaves, tree = jax.tree.flatten((routed, weights))
-    routed, weights = jax.tree.unflatten(tree, vary_alike(*leaves))
+    """Returns `[T, H]`: experts and a weighted combine, by `run`, which is `_run`, or `_run_on_tpu` with `tokens`."""
+    leaves, tree = jax.tree.flatten((routed, weights, tokens))
+    routed, weights, tokens = jax.tree.unflatten(tree, vary_alike(*leaves))
     last = {name: weights.pop(name) for name in list(weights) if name.startswith("down")}
     handle = jax.lax.stop_gradient(routed.handle)
-    return run(_Step(function, back), routed.x, routed.handle.weights, weights, last, routed.group_sizes, handle)
+    operands = routed.x, routed.handle.weights, weights, last, routed.group_sizes, handle, *tokens
+    return run(_Step(function, back), *operands)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,9 +299,21 @@ def _behind_activation(activation: Any, by_weighted: Any, projections: Any, row_
 define_derivative(_run, _forward, _backward)
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Given:
+    """A residual without arrays: whether `_run_on_tpu` was given tokens."""
+
+    tokens: bool
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run_on_tpu(step: _Step, rows: Any, row_weights: Any, first: Any, last: Any, sizes: Any, handle: Any) -> Any:
-    """The value of `_run`."""
+def _run_on_tpu(
+    step: _Step, rows: Any, row_weights: Any, first: Any, last: Any, sizes: Any, handle: Any, tokens: Any
+) -> Any:
+    """The value of `_run`. With tokens `[T, H]` its derivative is that by the tokens in place of that by their rows;
+    `tokens` may be None."""
+    del tokens
     return _value_on_tpu(step, rows, row_weights, first, last, sizes, handle, keep=False)[0]
 
 
@@ -290,15 +329,15 @@ def _value_on_tpu(
 
 
 def _forward_on_tpu(
-    step: _Step, rows: Any, row_weights: Any, first: Any, last: Any, sizes: Any, handle: Any
+    step: _Step, rows: Any, row_weights: Any, first: Any, last: Any, sizes: Any, handle: Any, tokens: Any
 ) -> tuple[Any, Any]:
     rows, row_weights, first, last = jax.tree.map(hopper.first_order, (rows, row_weights, first, last))
     out, projections = _value_on_tpu(step, rows, row_weights, first, last, sizes, handle, keep=True)
-    return out, (projections, rows, row_weights, first, last, sizes, handle)
+    return out, (projections, rows, row_weights, first, last, sizes, handle, _Given(tokens is not None))
 
 
 def _backward_on_tpu(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
-    projections, rows, row_weights, first, last, sizes, handle = kept
+    projections, rows, row_weights, first, last, sizes, handle, given = kept
     projections, row_weights, cotangent = jax.tree.map(hopper.first_order, (projections, row_weights, cotangent))
     weights, _ = mlp.weights_and_biases(step.function, first)
     by_output = step.back.transposed(cotangent, handle)
@@ -306,9 +345,21 @@ def _backward_on_tpu(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
         by_output, last["down"], projections, row_weights, sizes, mlp.in_kernels(step.function)
     )
     by_last = {"down": on_tpu.by_weight(weighted, sizes, by_output, on_tpu.DEFAULT)}
-    by_rows, by_weights = on_tpu.by_operands(rows, weights, sizes, by_projections, halves=step.halves)
+    # the cotangent's rows are used here for the last time, as in `_backward`
+    by_last, sizes = order(by_last, sizes)
+    by_rows = on_tpu.by_rows(weights, sizes, by_projections, on_tpu.DEFAULT, halves=step.halves)
+
+    def gradients(rows: Any, by_projections: Any) -> list[Any]:
+        return [on_tpu.by_weight(rows, sizes, by, on_tpu.DEFAULT) for by in by_projections]
+
+    if given.tokens:
+        flight = step.back.started(by_rows, handle)
+        flight, by_weights = overlap(flight, gradients, rows, by_projections)
+        by_rows, by_tokens = None, combine_done(flight)
+    else:
+        by_weights, by_tokens = gradients(rows, by_projections), None
     by_first = dict(zip(mlp.projection_names(step.function), by_weights, strict=True))
-    return by_rows, by_row_weights, by_first, by_last, None, None
+    return by_rows, by_row_weights, by_first, by_last, None, None, by_tokens
 
 
 _run_on_tpu.defvjp(_forward_on_tpu, _backward_on_tpu)

@@ -168,19 +168,35 @@ def by_operands(
     group_sizes: jax.Array,
     cotangents: Sequence[jax.Array],
     config: KernelConfig | None = None,
-    halves: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Returns the gradients of `products`: by the rows, `[C, A]`, zero past the last group; and by each of the weights,
     `[L, A, B]`.
 
     Args:
       rows: `[C, A]`. weights: each `[L, A, B]`. group_sizes: int32 `[L]`. cotangents: of the products, each `[C, B]`.
-      halves: the gradient by the rows is made in the form that `product_in_halves` describes: it is bfloat16, and `A`
-        is a multiple of 256.
     """
     config = config or DEFAULT
-    (by_rows,) = _transposed_p.bind(*cotangents, *weights, group_sizes, halves=halves, config=config)
-    return by_rows, tuple(by_weight(rows, group_sizes, by, config) for by in cotangents)
+    return (
+        by_rows(weights, group_sizes, cotangents, config),
+        tuple(by_weight(rows, group_sizes, by, config) for by in cotangents),
+    )
+
+
+def by_rows(
+    weights: Sequence[jax.Array],
+    group_sizes: jax.Array,
+    cotangents: Sequence[jax.Array],
+    config: KernelConfig,
+    halves: bool = False,
+) -> jax.Array:
+    """Returns the gradient of `products` by the rows, `[C, A]`, zero past the last group.
+
+    Args:
+      weights: each `[L, A, B]`. group_sizes: int32 `[L]`. cotangents: of the products, each `[C, B]`.
+      halves: the gradient is made in the form that `product_in_halves` describes: it is bfloat16, and `A` is a multiple
+        of 256.
+    """
+    return _transposed_p.bind(*cotangents, *weights, group_sizes, halves=halves, config=config)[0]
 
 
 def by_weight(rows: jax.Array, group_sizes: jax.Array, cotangent: jax.Array, config: KernelConfig) -> jax.Array:

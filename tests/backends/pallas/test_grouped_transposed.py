@@ -21,7 +21,7 @@ from tests.support import interpreter
 from tests.support.checks import assert_bits
 from xen_moe_jax._config import RowsInHalves
 from xen_moe_jax.backends.pallas import hardware
-from xen_moe_jax.experts import grouped_matmul, mlp, on_tpu
+from xen_moe_jax.experts import combined, grouped_matmul, mlp, on_tpu
 from xen_moe_jax.experts.function import ExpertFunction
 from xen_moe_jax.pallas_kernels import reduce_slots as slots_kernel
 from xen_moe_jax.pallas_kernels.grouped_by_weight import WeightTiles, grouped_by_weight
@@ -316,12 +316,19 @@ def test_a_layer_has_the_gradients_of_ragged_dot(changes, monkeypatch, on_a_tpu)
     weights = [jnp.asarray(rng.standard_normal((experts, *shape)) / 8, jnp.float32) for shape in shapes]
     mesh = jax.make_mesh((ranks,), ("ep",), devices=jax.devices()[:ranks], axis_types=(jax.sharding.AxisType.Auto,))
 
+    started = []
+    monkeypatch.setattr(
+        combined, "combine_start", lambda *rows, **options: started.append(1) or xm.combine_start(*rows, **options)
+    )
+
     def run(grouped_matmul):
+        started.clear()
+
         def layer(x, idx, factors, weights):
             matrices = weights if gated else [None, *weights]
             return xm.moe_mlp(
                 x, idx, factors, *matrices, num_experts=experts, axis_name="ep", capacity=128,
-                grouped_matmul=grouped_matmul, **changes,
+                grouped_matmul=grouped_matmul, config=xm.KernelConfig(mode="throughput"), **changes,
             )  # fmt: skip
 
         mapped = jax.shard_map(layer, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
@@ -339,7 +346,9 @@ def test_a_layer_has_the_gradients_of_ragged_dot(changes, monkeypatch, on_a_tpu)
             with pytest.raises(NotImplementedError, match="second derivative .* or a TPU.*ragged_dot"):
                 first = jax.grad(lambda x: loss(x, factors, weights)[0])
                 jax.eval_shape(jax.grad(lambda x: jnp.sum(first(x))), x)
-        assert ("activation_gradients" in jaxpr) == (grouped_matmul == "auto" and "apply_weights_to" not in changes)
+        weighted = grouped_matmul == "auto" and "apply_weights_to" not in changes
+        # where it is true, the gradient of the rows goes home by a start and a done
+        assert ("activation_gradients" in jaxpr) == weighted == bool(started)
         return jax.jit(program)(x, factors, weights)
 
     (_, y), gradients = run("auto")

@@ -55,7 +55,7 @@ def combine(
         return out[:, :hidden]
     pairs: slots_kernel.Pairs | Ordered
     source: jax.Array | ranks_kernel.Summands
-    halved, few = _halved(rows, config), _few(record, spec, config)
+    halved, few = reads_halves(rows, config), _few(record, spec, config)
     launch = slots_launch(record, spec, config, halved=halved)
     entries = spec.num_ranks if few else min(spec.num_ranks, spec.top_k)
     ranks = ranks_launch(record, y.dtype, entries, spec.num_tokens, config)
@@ -92,7 +92,7 @@ def combine(
     return out[:, :hidden]
 
 
-def _halved(rows: jax.Array, config: KernelConfig) -> bool:
+def reads_halves(rows: jax.Array, config: KernelConfig) -> bool:
     """Returns True if `reduce_slots` reads `rows [C, H]` in halves: the config allows the experts' kernel to make them
     in this form, and on the chip being compiled for it does so."""
     made = isinstance(config, RowsInHalves) and hardware.makes_halves()

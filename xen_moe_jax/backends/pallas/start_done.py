@@ -37,7 +37,7 @@ from xen_moe_jax._shapes import ShapeDtype
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.base import Call
 from xen_moe_jax.backends.pallas import hardware, headers, plan, records, two_axes
-from xen_moe_jax.backends.pallas.combine import prepared, ranks_launch, slots_launch
+from xen_moe_jax.backends.pallas.combine import prepared, ranks_launch, reads_halves, slots_launch
 from xen_moe_jax.backends.pallas.dispatch import from_headers, pack_for_slices, routing
 from xen_moe_jax.backends.pallas.records import (
     given_scales,
@@ -197,7 +197,8 @@ def combine_start(
         expected=jnp.zeros((1,), jnp.int32),
         staging_rows=spec.num_ranks * spec.num_tokens,
     )
-    launch = slots_launch(record, spec, config)
+    halved = reads_halves(rows, config)
+    launch = slots_launch(record, spec, config, halved=halved)
     buffer = slots_kernel.reduce_slots(
         rows,
         pairs,
@@ -208,6 +209,7 @@ def combine_start(
         axes=None,
         launch=launch,
         cores=launch.cores,
+        halved=halved,
     )
     flight = _start(buffer, sizes, todo.remote_start, todo.pairs, spec, config)
     return (*flight, todo.source, zero)
