@@ -29,11 +29,13 @@ from benchmarks.tpu import topologies as tpu_topologies
 from benchmarks.tpu.dump import Loop
 
 NOTICE = """\
-Estimates: no TPU ran this. Memory of one device as the compiled program has it: temporary bytes as XLA reports them,
+Estimates: no TPU ran this. rows: of the experts of one device, as the routing was drawn; all terms are of these rows.
+Memory of one device as the compiled program has it: temporary bytes as XLA reports them,
 which count gaps between buffers twice, and the bytes that temporary buffers take, gaps once. Wire: bytes that leave a
 device in the two exchanges of the forward and the two of the backward pass, with uniform routing, over the all-to-all
 bandwidth of the torus. Kernels: VLIW bundles of our kernels, one a cycle. hbm_us: their bytes over HBM's bandwidth,
-where the sums of the floor take the longer one. XLA: its own estimate of its operations; the
+where the sums of the floor take the longer one. flight_us: our kernels between the start and the done of an exchange,
+as the program is scheduled. XLA: its own estimate of its operations; the
 grouped matmuls, scalar gathers, sorts and collectives have none and are not in it. grouped_us: our kernels of the
 matmuls' gradients, by bundles or by the peak of the matrix units, the longer one for each piece of rows."""
 TARGETS = {
@@ -182,6 +184,7 @@ def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) ->
     own = program == tpu_layer_programs.OWN
     version = {"tokamax": importlib.metadata.version("tokamax")} if matmul == "tokamax" else {}
     ici = ici_bytes(own, devices, seed)
+    flying = tpu_layer_programs.in_flight(compiled.text)
     return {
         "topology": topology,
         "devices": devices,
@@ -192,6 +195,7 @@ def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) ->
         "kernels": dict(collections.Counter(name for name, _ in compiled.every_kernel)),
         "matmul_kernels": tpu_layer_programs.matmul_kernels(compiled.text),
         "collective_bytes": tpu_programs.collectives(compiled.text),
+        "rows": sum(experts),
         "ici_bytes": ici,
         "wire_us": round(chip.all_to_all_us(ici, devices), 1),
         "kernels_us": round(sum(counted.values()) * us, 1),
@@ -199,10 +203,11 @@ def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) ->
         "grouped_us": {name: round(cycles * us, 1) for name, cycles in grouped.items()},
         "ragged_us": ragged_us(compiled.text, chip, experts),
         **(
-            {"hbm_us": hbm_us(chip, devices, seed, halves=matmul == "auto" and generation in hardware.HALVES)}
+            {"hbm_us": hbm_us(chip, devices, seed, matmul == "auto" and generation in hardware.HALVES, bool(flying))}
             if own
             else {}
         ),
+        **({"flight_us": round(sum(part * grouped[name] for name, part in flying.items()) * us, 1)} if flying else {}),
         "uncounted": uncounted,
         "xla_us": round(tpu_bundles.xla_cycles(compiled.text) * us, 1),
         "scalar_operations": tpu_bundles.scalar_operations(compiled.text),
@@ -238,8 +243,8 @@ def grouped_cycles(
 
     A piece of rows takes its bundles, or the peak time of its products where that is longer. A kernel takes the time of
     its pieces and steps, or the time in which HBM moves its bytes where that is longer. Pieces with more products have
-    more bundles: in this order kernels of the dump and calls that were traced are matched, and within a kernel its
-    loops and the sizes of its pieces. Calls of the same shapes may be one kernel.
+    more bundles: in the order of their longest pieces kernels of the dump and calls that were traced are matched, and
+    within a kernel its loops and the sizes of its pieces. Calls of the same shapes may be one kernel.
 
     Args:
       experts: rows of each expert of a rank.
@@ -252,7 +257,7 @@ def grouped_cycles(
         calls = collections.Counter(grid for grid in program.grids if grid.kernel == name)
         loops = sorted((loop for kernel, loop in program.every_kernel if kernel == name), key=_of_grid)
         alike = len(loops) == len(calls)
-        grids = sorted(calls if alike else calls.elements())
+        grids = sorted(calls if alike else calls.elements(), key=lambda grid: (_longest(experts, grid), grid))
         if len(grids) != len(loops):
             raise ValueError(f"{name}: {len(loops)} kernels in the dump, {sum(calls.values())} calls")
         found[name] = 0.0
@@ -310,11 +315,14 @@ def visits(sizes: tuple[int, ...], rows: int) -> int:
     return sum(-(-end // rows) - (end - size) // rows for end, size in zip(ends.tolist(), sizes, strict=True) if size)
 
 
-def hbm_us(chip: tpu_topologies.Topology, devices: int, seed: int, halves: bool) -> dict[str, float]:
+def hbm_us(
+    chip: tpu_topologies.Topology, devices: int, seed: int, halves: bool, apart: bool = False
+) -> dict[str, float]:
     """Returns microseconds in which HBM moves the bytes of each kernel of the exchanges, forward and backward together.
 
     A record counts as its row of bfloat16. A row that `reduce_slots` reads counts as two, the rows that share its
-    words; or as one with `halves`, where both combines read rows that were made in halves.
+    words; or as one with `halves`, where both combines read rows that were made in halves. With `apart` the backward
+    pass has a start and a done: its kernel, `reduce_slots_local`, writes the sums, and their way is not in its time.
     """
     routing = tpu_bundles.uniform_routing(
         TOKENS, devices, SIZES["experts"], SIZES["top_k"], tpu_bundles.Grouping(16), seed
@@ -325,6 +333,8 @@ def hbm_us(chip: tpu_topologies.Topology, devices: int, seed: int, halves: bool)
         "xen_moe_reduce_slots": (1 if halves else 2) * routing.placed + routing.sent,
         "xen_moe_reduce_ranks": routing.sent + TOKENS,
     }
+    if apart:
+        rows["xen_moe_reduce_slots_local"] = rows["xen_moe_reduce_slots"] = rows["xen_moe_reduce_slots"] / 2
     us = 2 * SIZES["hidden"] * 2 / chip.hbm_bytes_per_s * 1e6
     return {name: round(n * us, 1) for name, n in rows.items()}
 
@@ -352,6 +362,11 @@ def pieces(sizes: tuple[int, ...], grid: tpu_bundles.Grid) -> tuple[int, dict[in
     tiles = grouped_transposed.Tiles(grid.tile, 128, 128, grid.piece)
     _, whole, more = grouped_transposed.pieces_of(begin, end, tiles)
     return int(whole.sum()), {size: int((more == n).sum()) for n, size in enumerate(tiles.longer, 1)}, len(found)
+
+
+def _longest(experts: tuple[int, ...], grid: tpu_bundles.Grid) -> int:
+    """Products of the longest piece of a call's steps."""
+    return grid.products // grid.piece * max(pieces(experts, grid)[1], default=grid.piece)
 
 
 def _of_grid(kernel: Loop) -> list[int]:

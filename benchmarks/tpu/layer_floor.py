@@ -2,9 +2,9 @@
 
 The nine grouped matmuls need their operations over the peak of the matrix units, or their bytes over HBM; the exchanges
 need their bytes over the all-to-all bandwidth of the torus; our kernels need their bundles, or their bytes over HBM
-where that takes longer, and XLA's operations what XLA estimates. A kernel that sends rows sends them while it makes
-them: it and its exchange take the longer of both. The work of the core is added up. Three sums differ in how much of
-the wire is hidden behind it; the goal is `GOAL` times the longer of matmuls and wire.
+where that takes longer, and XLA's operations what XLA estimates. The work of the core is added up. A kernel that sends
+rows sends them while it makes them: it and its exchange take the longer of both. An exchange with a start and a done
+takes the longer of itself and the kernels between the two. The goal is `GOAL` times the longer of matmuls and wire.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from benchmarks.tpu.topologies import Topology
 
 GOAL = 1.15
 SENDING = ("xen_moe_push", "xen_moe_reduce_slots")
-"""Kernels that send rows, once forward and once backward each."""
+"""Kernels that send rows, once forward and once backward each. With a start and a done the backward pass has no
+`reduce_slots`."""
 OF_KERNEL = {
     "xen_moe_grouped_products": 3,
     "xen_moe_grouped_transposed": 2,
@@ -34,25 +35,33 @@ def matmuls_us(chip: Topology, rows: int, experts: int, hidden: int, width: int)
     return MATMULS * max(operations / chip.flops_per_s, moved / chip.hbm_bytes_per_s) * 1e6
 
 
-def floor(row: dict[str, Any], chip: Topology, sizes: dict[str, int], tokens: int, width: int) -> dict[str, float]:
+def matmuls_of(row: dict[str, Any], chip: Topology, sizes: dict[str, int]) -> float:
+    """Returns `matmuls_us` of the rows of a device for which the terms of `row` were counted."""
+    local = -(-sizes["experts"] // row["devices"])
+    return matmuls_us(chip, row["rows"], local, sizes["hidden"], sizes["width"])
+
+
+def floor(row: dict[str, Any], chip: Topology, sizes: dict[str, int]) -> dict[str, float]:
     """Sums for a row of `benchmarks.tpu.layer`, in microseconds.
 
     Returns:
-      `matmuls_us`; `kernels_us`: the exchanges' kernels; `in_turn_us`: nothing is hidden but by the kernels that send;
-      `forward_hidden_us`: the exchanges of the forward pass travel while the core works, as in chunks; `hidden_us`: all
-      exchanges do; `goal_us`.
+      `matmuls_us`; `kernels_us`: the exchanges' kernels; `scheduled_us`: the layer as the compiled program runs it;
+      `hidden_us`: no exchange makes the core wait; `goal_us`.
     """
-    local = -(-sizes["experts"] // row["devices"])
-    matmuls = matmuls_us(chip, tokens * sizes["top_k"], local, sizes["hidden"], width)
+    matmuls = matmuls_of(row, chip, sizes)
     wire, xla, kernels = row["wire_us"], row["xla_us"], kernels_us(row)
     core = matmuls + sum(beyond_peak_us(row, matmuls).values()) + xla + sum(kernels.values())
     # four exchanges of nearly the same bytes; the peer's have no kernel that sends
-    beyond = [max(wire / 4 - kernels.get(name, 0.0) / 2, 0.0) for name in SENDING]
+    push, slots = (kernels.get(name, 0.0) for name in SENDING)
+    if row.get("flight_us"):
+        beyond = [push / 2, push / 2, slots, row["flight_us"]]
+    else:
+        beyond = [push / 2, push / 2, slots / 2, slots / 2]
+    waits = sum(max(wire / 4 - us, 0.0) for us in beyond)
     return {
         "matmuls_us": round(matmuls, 1),
         "kernels_us": round(sum(kernels.values()), 1),
-        "in_turn_us": round(core + 2 * sum(beyond), 1),
-        "forward_hidden_us": round(max(core + sum(beyond), wire), 1),
+        "scheduled_us": round(core + waits, 1),
         "hidden_us": round(max(core, wire), 1),
         "goal_us": round(GOAL * max(matmuls, wire), 1),
     }
@@ -79,7 +88,7 @@ def beyond_peak_us(row: dict[str, Any], matmuls: float) -> dict[str, float]:
 PARTS: dict[str, tuple[str, ...]] = {
     "`push`": ("xen_moe_push",),
     "`place`": ("xen_moe_place",),
-    "`reduce_slots`": ("xen_moe_reduce_slots",),
+    "`reduce_slots`": ("xen_moe_reduce_slots", "xen_moe_reduce_slots_local", "xen_moe_start", "xen_moe_done"),
     "`reduce_ranks`": ("xen_moe_reduce_ranks",),
     "tables": ("xen_moe_index_rows", "xen_moe_scatter", "xen_moe_order_pairs"),
     "products": ("xen_moe_grouped_products",),
@@ -102,9 +111,7 @@ def parts(document: dict[str, Any], chips: dict[str, Topology]) -> list[str]:
     for row in document["results"]:
         if row["matmul"] != "auto":
             continue
-        sizes = document["sizes"]
-        local, rows = -(-sizes["experts"] // row["devices"]), sizes["tokens"] * sizes["top_k"]
-        matmuls = matmuls_us(chips[row["topology"]], rows, local, sizes["hidden"], sizes["width"])
+        matmuls = matmuls_of(row, chips[row["topology"]], document["sizes"])
         us = kernels_us(row) | beyond_peak_us(row, matmuls)
         found = [*(sum(us.get(name, 0.0) for name in names) for names in PARTS.values()), row["xla_us"]]
         cells = [row["topology"], *(f"{n:.0f}" for n in found), f"{sum(found) / matmuls:.3f}"]
@@ -112,23 +119,21 @@ def parts(document: dict[str, Any], chips: dict[str, Topology]) -> list[str]:
     return lines
 
 
-COLUMNS = ("topology", "matmul", "program", "matmuls", "wire", "kernels", "XLA", "in turn", "forward hidden", "hidden")
+COLUMNS = ("topology", "matmul", "program", "matmuls", "wire", "kernels", "XLA", "as scheduled", "all hidden")
 
 
 def table(document: dict[str, Any], chips: dict[str, Topology]) -> list[str]:
-    """Lines of a Markdown table: the terms in microseconds, and each sum over the longer of matmuls and wire.
+    """Lines of a Markdown table: the terms in microseconds, and both sums over the longer of matmuls and wire.
 
     Args:
       chips: by topology.
     """
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---|---|---|" + "---:|" * (len(COLUMNS) - 3)]
     for row in document["results"]:
-        sums = floor(
-            row, chips[row["topology"]], document["sizes"], document["sizes"]["tokens"], document["sizes"]["width"]
-        )
+        sums = floor(row, chips[row["topology"]], document["sizes"])
         least = sums["goal_us"] / GOAL
         cells = [row["topology"], row["matmul"], row["program"]]
         cells += [f"{n:.0f}" for n in (sums["matmuls_us"], row["wire_us"], sums["kernels_us"], row["xla_us"])]
-        cells += [f"{sums[name] / least:.2f}" for name in ("in_turn_us", "forward_hidden_us", "hidden_us")]
+        cells += [f"{sums[name] / least:.2f}" for name in ("scheduled_us", "hidden_us")]
         lines.append("| " + " | ".join(cells) + " |")
     return lines

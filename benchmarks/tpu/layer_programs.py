@@ -184,6 +184,19 @@ def matmul_kernels(text: str) -> dict[str, int]:
     return dict(collections.Counter(name for name in found if not name.startswith("xen_moe")))
 
 
+def in_flight(text: str) -> dict[str, float]:
+    """Returns which kernels run between a start and the done behind it in a scheduled program: the part of all calls of
+    each kernel, by its name."""
+    steps = re.findall(r"%(xen_moe_[a-z_]+)(?:\.\w+)* = [^\n]*tpu_custom_call", text[text.index("ENTRY") :])
+    between: list[str] = []
+    while "xen_moe_start" in steps:
+        steps = steps[steps.index("xen_moe_start") :]
+        between += steps[1 : steps.index("xen_moe_done")]
+        steps = steps[steps.index("xen_moe_done") :]
+    every = re.findall(r"%(xen_moe_[a-z_]+)(?:\.\w+)* = [^\n]*tpu_custom_call", text)
+    return {name: count / every.count(name) for name, count in collections.Counter(between).items()}
+
+
 def ragged_dots(text: str) -> list[tuple[tuple[int, int], bool, tuple[int, ...], int]]:
     """XLA's grouped matmuls in a compiled program, in the order of its text.
 
@@ -192,7 +205,7 @@ def ragged_dots(text: str) -> list[tuple[tuple[int, int], bool, tuple[int, ...],
       `A` and of `B`; and the bytes of an element of its result.
     """
     found = []
-    for line in re.findall(r"[^\n]*ragged_dot_tiling=[^\n]*", text):
+    for line in (line for line in text.splitlines() if "ragged_dot_tiling=" in line):
         result, shape = re.search(r"= (\w+)\[([\d,]*)\]", line).groups()  # type: ignore[union-attr]
         given = re.search(r"operand_layout_constraints=\{(.*?)\}, \w+=", line)[1]  # type: ignore[index]
         *_, left, right = ([int(n) for n in dims.split(",")] for dims in re.findall(r"\[([\d,]*)\]", given))

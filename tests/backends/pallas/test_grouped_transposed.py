@@ -409,13 +409,13 @@ def test_a_combine_of_rows_in_halves(mode, weighted, monkeypatch):
 
 
 def test_both_combines_of_a_layer_read_rows_in_halves(monkeypatch, on_a_tpu):
-    """In bfloat16 the combine of the outputs and that of the rows' gradient do; in float32 neither does. Their VMEM is
-    counted alike."""
+    """In bfloat16 the combine of the outputs and that of the rows' gradient do, as a start, too, which several ranks
+    have in its place; in float32 neither does. Their VMEM is counted alike."""
     read, reduce_slots = [], slots_kernel.reduce_slots
     counted, vmem_bytes = set(), slots_kernel.vmem_bytes
 
     def recorded(*operands, **options):
-        read.append(options["halved"])
+        read.append((options["halved"], options["axes"] is None))
         return reduce_slots(*operands, **options)
 
     def recorded_bytes(*operands, halved):
@@ -425,24 +425,28 @@ def test_both_combines_of_a_layer_read_rows_in_halves(monkeypatch, on_a_tpu):
     monkeypatch.setattr(slots_kernel, "reduce_slots", recorded)
     monkeypatch.setattr(slots_kernel, "vmem_bytes", recorded_bytes)
     monkeypatch.setattr(hardware, "HALVES", (hardware.SMALLEST.name,))
-    mesh = jax.make_mesh((1,), ("ep",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
     config = xm.KernelConfig(backend="pallas", mode="throughput")
 
-    def lowered(dtype):
+    def lowered(dtype, ranks):
+        axis = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((ranks,), ("ep",), devices=jax.devices()[:ranks], axis_types=axis)
+        experts, tokens = 3 * ranks, 16 * ranks
+
         def layer(x, idx, factors, weights):
-            return xm.moe_mlp(x, idx, factors, *weights, num_experts=3, axis_name="ep", capacity=128, config=config)
+            options = {"num_experts": experts, "axis_name": "ep", "capacity": 128, "config": config}
+            return xm.moe_mlp(x, idx, factors, *weights, **options)
 
         mapped = jax.shard_map(layer, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
         gradient = jax.value_and_grad(lambda *operands: jnp.sum(mapped(*operands)).astype(jnp.float32))
-        shapes = (16, 256), (3, 256, 128), (3, 256, 128), (3, 128, 256)
+        shapes = (tokens, 256), (experts, 256, 128), (experts, 256, 128), (experts, 128, 256)
         x, *weights = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
-        idx, factors = (jax.ShapeDtypeStruct((16, 2), dtype) for dtype in (jnp.int32, jnp.float32))
+        idx, factors = (jax.ShapeDtypeStruct((tokens, 2), dtype) for dtype in (jnp.int32, jnp.float32))
         jax.jit(gradient).trace(x, idx, factors, weights).lower(lowering_platforms=("tpu",))
+        return read[-2:]
 
-    lowered(jnp.bfloat16)
-    assert read == [True, True] and counted == {True}
-    lowered(jnp.float32)
-    assert read == [True, True, False, False] and counted == {True, False}
+    assert lowered(jnp.bfloat16, 1) == [(True, False)] * 2
+    assert lowered(jnp.bfloat16, 2) == [(True, False), (True, True)] and len(read) == 4 and counted == {True}
+    assert lowered(jnp.float32, 1) == [(False, False)] * 2 and len(read) == 6 and counted == {True, False}
 
 
 @pytest.mark.parametrize("halved", [False, True])
