@@ -327,7 +327,7 @@ def hbm_us(
     routing = tpu_bundles.uniform_routing(
         TOKENS, devices, SIZES["experts"], SIZES["top_k"], tpu_bundles.Grouping(16), seed
     )
-    rows = {
+    rows: dict[str, float] = {
         "xen_moe_push": TOKENS + routing.sent,
         "xen_moe_place": 2 * routing.placed,
         "xen_moe_reduce_slots": (1 if halves else 2) * routing.placed + routing.sent,

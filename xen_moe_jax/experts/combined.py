@@ -352,14 +352,16 @@ def _backward_on_tpu(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
     def gradients(rows: Any, by_projections: Any) -> list[Any]:
         return [on_tpu.by_weight(rows, sizes, by, on_tpu.DEFAULT) for by in by_projections]
 
+    by_routed: tuple[Any, Any]  # the gradients by the rows and by the tokens
     if given.tokens:
         flight = step.back.started(by_rows, handle)
         flight, by_weights = overlap(flight, gradients, rows, by_projections)
-        by_rows, by_tokens = None, combine_done(flight)
+        by_routed = None, combine_done(flight)
     else:
-        by_weights, by_tokens = gradients(rows, by_projections), None
+        by_weights = gradients(rows, by_projections)
+        by_routed = by_rows, None
     by_first = dict(zip(mlp.projection_names(step.function), by_weights, strict=True))
-    return by_rows, by_row_weights, by_first, by_last, None, None, by_tokens
+    return by_routed[0], by_row_weights, by_first, by_last, None, None, by_routed[1]
 
 
 _run_on_tpu.defvjp(_forward_on_tpu, _backward_on_tpu)

@@ -308,8 +308,9 @@ def _chosen(
 
 
 def _launch(config: KernelConfig, limit: int, need: int) -> Launch:
-    """Launch of a kernel whose blocks take `need` of `limit` bytes of VMEM; a quarter more is for its values."""
-    most = min(limit, need + need // 4)
+    """Launch of a kernel whose blocks take `need` of `limit` bytes of VMEM; a quarter more, at least 2 MiB, is for its
+    values."""
+    most = min(limit, need + max(need // 4, 2 * hardware.MIB))
     return Launch(1, most, interpret=hardware.interpret(config), cores=hardware.generation().cores)
 
 
