@@ -59,7 +59,7 @@ def example(size: str) -> Any:
 
 
 def weights(serve: Any) -> tuple[Any, Any]:
-    """Weights of every rank, which are random, and the experts of one rank, which are all alike."""
+    """Returns the random weights that every rank has, and the experts of one rank, whose weights all have one value."""
     import jax
     import jax.numpy as jnp
 

@@ -189,7 +189,7 @@ def version(package: str) -> str | None:
 
 
 def build(kind: str, options: argparse.Namespace) -> Callable[..., Any]:
-    """The candidate's `(rows, weights, group_sizes) -> rows`."""
+    """Returns the candidate's function `(rows, weights, group_sizes) -> rows`."""
     import jax
 
     if kind == "ragged_dot":

@@ -237,7 +237,8 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def compare(names: list[str], write: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
-    """Measures the models one after the other; calls `write` with all rows after each one."""
+    """Measures the models one after the other, and returns their rows. After each model it calls `write` with all rows
+    so far."""
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as running:
         theirs, *sides = [running.enter_context(Side(name)) for name in (None, *names)]
@@ -251,7 +252,7 @@ def compare(names: list[str], write: Callable[[list[dict[str, Any]]], None]) -> 
 
 
 def measured(side: Side, theirs: Side) -> dict[str, Any]:
-    """The row of a model: this library's times, and torch's."""
+    """Returns the row of a model: this library's times, and torch's."""
     assert side.name is not None
     row: dict[str, Any] = {"model": side.name}
     sides = {"": side, "torch, ": theirs}

@@ -1,5 +1,6 @@
-// Times dispatch and combine alone, without JAX: one process, all GPUs, chains of launches in one CUDA graph per GPU,
-// random routing and rows, slowest GPU. Small batches run by the low-latency kernels and by the throughput kernels.
+// Times the kernels of dispatch and combine without JAX. One process uses all GPUs; a chain of launches is a CUDA graph
+// on each GPU. Routing and rows are random, and a time is that of the slowest GPU. Small batches run by the low-latency
+// kernels and by the throughput kernels. To build and run it:
 //   target=-gencode=arch=compute_90a,code=sm_90a
 //   tools/build_kernels.sh build/k $target && nvcc -std=c++17 -O3 $target -I. benchmarks/ops/kernel_times.cu
 //   build/k/*.o -o kernel_times

@@ -1,10 +1,10 @@
 // Combine on the only rank of a group (core/alone.h), whose rows all lie in `y`.
 //
-// A thread adds up eight elements of a token. The rows of up to 16 bytes / element slots are loaded at once, which are
-// enough bytes in flight without a ring in shared memory; loads are marked to leave the L2 cache first, since the rows
-// that the matmul has just written there would otherwise go before they are read. The sum has the bits of the kernels
-// for several ranks: rows in slot order in float32, rounded to the wire, added to zero. A slot without a row adds zero,
-// which changes no sum, because no sum is -0.
+// A thread adds up eight elements of a token. It loads the rows of 16 / sizeof(Y) slots at once, so that enough bytes
+// are in flight without a ring in shared memory. The loads are marked as evict-first: the L2 cache then drops rows that
+// have been read, and not rows that the matmul has just written and that are still to be read. The sum has the bits of
+// the kernels for several ranks: rows are added in slot order in float32, the sum is rounded to the wire and added to
+// zero. A slot without a row adds zero, which changes no sum, because no sum is -0.
 #pragma once
 
 #include "cuda_kernels/combine/combine.cuh"

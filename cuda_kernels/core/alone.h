@@ -1,25 +1,27 @@
 // Which operations of a group of one rank have kernels of their own (dispatch/alone.cuh, combine/alone.cuh).
 //
-// They wait for nothing, and no rank waits for them. So they leave the channel, its epoch and the staging memory alone,
-// and may run beside any other operation. Plain data: the host plans with it too.
+// These operations wait for no rank, and no rank waits for them. So their kernels use neither the channel's epoch nor
+// its staging memory, and may run beside any other operation. Plain data: the host plans with it too.
 #pragma once
 
 #include "cuda_kernels/dispatch/layout_plan.h"
 
 namespace xen_moe {
 
-// What they need of a generation: nothing, but a workspace makes its mailbox and the other memory that never moves when
-// an operation needs any memory.
+// The memory of a generation that these operations ask for. They use none of it. But a workspace makes its mailbox, and
+// the other memory that never moves, only for an operation that asks for memory.
 constexpr Needs kAloneNeeds{256, 256, 0};
-// Most slots of such a dispatch: each of its blocks counts all of them.
+// Most slots, tokens * top_k, of such a dispatch: each of its thread blocks counts all slots.
 constexpr int kAloneSlots = 1 << 16;
 
+// Bytes of dynamic shared memory of a block of such a dispatch, and the number of its blocks: one thread for each slot.
 inline uint32_t AloneSharedBytes(const Routing& r) {
   return 4u * (3 + kWarps) * static_cast<uint32_t>(r.local_experts);
 }
 inline int AloneBlocks(const Routing& r) { return (r.tokens * r.top_k + kThreads - 1) / kThreads; }
 
-// Rows of 16 bytes alone, which are tokens' numbers: a thread copies the row of its slot.
+// Returns whether the operation runs by the kernel of its own. A dispatch does only where a row has 16 bytes, as in a
+// dispatch of tokens' numbers: a thread copies the row of its slot. `scaled`: x comes with scales.
 inline bool RunsAlone(const DispatchParams& p, bool scaled) {
   const Routing& r = p.routing;
   return r.ranks == 1 && !p.known_positions && !p.schedule.low_latency && !scaled && p.wire == WireType::kNative &&

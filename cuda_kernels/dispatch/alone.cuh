@@ -1,9 +1,10 @@
 // Dispatch of tokens' numbers on the only rank of a group (core/alone.h): one wave of blocks, none of which waits for
 // another.
 //
-// A thread places a slot. Each block counts the rows of every expert in all slots, and apart from these in the slots in
-// front of its own: 128 KB of indices from the L2 cache and as many additions in shared memory take less time than a
-// wait for other blocks and the sums over them. The additions are of integers, so that their order does not matter.
+// Each thread places the row of one slot. Each block counts every expert's rows by itself, and keeps two counts: of the
+// slots in front of the block's own slots, and of all others. For 4096 tokens with 8 slots it reads 128 KiB of indices
+// from the L2 cache, and makes an addition in shared memory for each index. That takes less time than a wait for the
+// counts of other blocks and a sum over these. Integers are added, so that the order of additions does not matter.
 #pragma once
 
 #include "cuda_kernels/core/alone.h"
@@ -11,8 +12,8 @@
 
 namespace xen_moe::XEN_MOE_VARIANT {
 
-// Adds the rows of each expert in the block's slots and behind them to `counts`, and those in front of slot `first`, a
-// multiple of 4, to `before`.
+// Adds the number of each expert's rows to `before` for the slots in front of slot `first`, a multiple of 4, and to
+// `counts` for slot `first` and all slots behind it. All threads of the block call it.
 __device__ __forceinline__ void CountEverySlot(const DispatchParams& p, int first, int* before, int* counts) {
   const Routing& r = p.routing;
   auto add = [&](int* to, int expert) {

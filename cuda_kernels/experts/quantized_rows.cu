@@ -332,7 +332,8 @@ struct BlockScales {
 // Returns i where 8 << i rows (8, 16, 32 or 64) are loaded and multiplied for a tile of `count` rows.
 __device__ __forceinline__ int RowWidth(int count) { return count <= 8 ? 0 : count <= 16 ? 1 : count <= 32 ? 2 : 3; }
 
-// Brings row `row` of the float scales of a tile's columns to the L2 cache, stages before `BlockScales` reads them.
+// Brings row `row` of the float scales of a tile's columns to the L2 cache, before `BlockScales` reads them some stages
+// later.
 __device__ __forceinline__ void PrefetchScales(const QuantizedRowsParams& p, const Tile& tile, int row) {
   const auto* scales = static_cast<const float*>(p.matrices[tile.matrix].scales) +
                        (static_cast<int64_t>(tile.group) * p.scale_rows + row) * p.scale_columns;
@@ -346,7 +347,7 @@ template <class S>
 __device__ __forceinline__ void Load(const QuantizedRowsParams& p, const Maps& maps, const Tile& tile, const Ring& ring,
                                      Slot& slot) {
   const int width = RowWidth(tile.count), row_bytes = (8 << width) * kAtom;
-  uint64_t once;  // weights: the L2 cache may drop them before rows and scales
+  uint64_t once;  // the cache policy of weights: the L2 cache drops them before rows and scales
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
   for (int depth = 0; depth < p.depth; depth += kStageDepth) {
     Await(ring.released + 8 * slot.index, slot.phase ^ 1);
@@ -643,8 +644,8 @@ int FindHopper(int* device, bool* hopper) {
   return cudaSuccess;
 }
 
-// Launches the kernel of a format, with a block for each multiprocessor unless there are fewer tiles or they are
-// claimed. Returns a cudaError_t.
+// Launches the kernel of a format, with a block for each multiprocessor; where `p.claimed` is true or there are fewer
+// tiles, with a block for each tile. Returns a cudaError_t.
 template <WeightFormat kFormat>
 int LaunchFormat(const QuantizedRowsParams& p, int multiprocessors, cudaStream_t stream) {
   using S = Shape<kFormat>;

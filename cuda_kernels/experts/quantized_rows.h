@@ -27,7 +27,9 @@ struct QuantizedRowsParams {
   WeightFormat format;
   int block_rows, block_columns;  // elements that share a scale: block_rows is a multiple of 64, or depth or more
   int scale_rows, scale_columns;
-  bool claimed;  // a thread block for each tile: beside operations that keep multiprocessors, no block waits for one
+  // True: each tile has a thread block, which starts on any multiprocessor that is free. False: there is at most one
+  // block for each multiprocessor, and beside an operation that keeps some of them the last blocks start late.
+  bool claimed;
 };
 
 // Queues the kernel on `stream` of the current device, a Hopper GPU; returns a cudaError_t. It neither allocates nor

@@ -54,9 +54,9 @@ def gradients(
       projections: `gate` and `up`, or `up` alone, `[C, F]` in the same dtype.
       row_weights: float32 `[C]`, factors of the activation's rows, or None for factors of one.
       blocks: int32 `[2, N]`, from `blocks_of_groups`.
-      num_sms: multiprocessors that the kernel may take; None for all of the GPU.
-      claimed: no thread block waits for a multiprocessor that another kernel keeps: there is one for each `PAIRS`
-        tiles, and the GPU starts it where one is free.
+      num_sms: multiprocessors that the kernel may take; None for all of the GPU. It counts for nothing if `claimed`.
+      claimed: True for a thread block for each `PAIRS` tiles, which the GPU starts on any multiprocessor that is free.
+        Thread blocks for all multiprocessors, as without it, would wait for those that another kernel keeps.
 
     Returns:
       For each projection the rows and the columns of its cotangent, as `float8_quantize.both` returns them; the columns

@@ -61,8 +61,9 @@ def scratch(
 
 
 def launch(body: Any, warpgroups: int, num_sms: int | None, out_type: Any, scratch: dict[str, Any], name: str) -> Any:
-    """Returns the function that launches `body` with a thread block of `warpgroups` warpgroups (axis "wg") on each of
-    `num_sms` multiprocessors (axis "sm"; None: all of the GPU)."""
+    """Returns the function that launches `body` with `num_sms` thread blocks (axis "sm") of `warpgroups` warpgroups
+    (axis "wg"): with one for each multiprocessor of the GPU where `num_sms` is None. A kernel with more blocks than the
+    GPU has multiprocessors must not let one block wait for another."""
     return plgpu.kernel(
         body,
         out_type=out_type,

@@ -208,8 +208,8 @@ def activated_rows(
     columns = (weights[0].shape[2],) * (1 + beside if projections else 1)
     name = f"xen_moe_grouped_{activation.name}"
     given = (*extra, *of_biases)
-    # The activation is the kernel's last result. XLA looks for memory for results in their order, and the projections
-    # then get memory of results of the whole program, in which the backward pass can overwrite them.
+    # The activation is the kernel's last result, because XLA assigns memory to results in their order: the projections
+    # then come to lie where results of the whole program will, and the backward pass can overwrite them there.
     if into is not None:
         into = dataclasses.replace(into, arrays=(*into.arrays[1:], into.arrays[0]))
     *kept, out = _product(

@@ -386,7 +386,7 @@ def come_and_be_killed(folder, arrived):
 
 
 def test_a_member_that_was_killed_after_it_arrived_is_left_out(open_group, tmp_path):
-    """The driver refuses to map its memory, which goes before the process counts as ended."""
+    """The driver refuses to map the member's memory, which goes before the process counts as ended."""
     group, arrived = with_memory(open_group(2, slot=0, timeout_s=30.0), {}), FORK.Event()
     adopt, ended = group._kernels.adopt, group._membership._ended
     newcomer = FORK.Process(target=come_and_be_killed, args=(tmp_path / "group", arrived))

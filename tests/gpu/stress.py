@@ -73,9 +73,8 @@ unevenly.
 
 
 def hash_results(results: dict[str, Any]) -> jax.Array:
-    """uint32 `[]`: a sum over all specified elements of their bits times a number of their place. Order of addition
-    is free.
-    """
+    """Returns a hash of all specified elements, uint32 `[]`. It does not depend on the order in which the elements of a
+    result are added."""
     total = jnp.uint32(0)
     for array, keep in results.values():
         total = total * jnp.uint32(31) + hash_of(array, keep)

@@ -1,5 +1,5 @@
-// Operations of the only rank of a group, which have kernels of their own (cuda_kernels/core/alone.h): dispatches of
-// tokens' numbers, and combines. In a group that has failed their results are poisoned.
+// Operations of the only rank of a group that have kernels of their own (cuda_kernels/core/alone.h): dispatches of
+// tokens' numbers, and combines. Random calls give the right results, and in a group that has failed poisoned ones.
 #include <random>
 #include <string>
 

@@ -469,12 +469,14 @@ class Membership:
 
     def _await(self, stage: str, number: int, limits: dict[str, float]) -> dict[int, Any] | None:
         """Waits for the files that the members write in a stage, "arrived" or "adopted", of proposal `number`. Returns
-        their values by slot; None where there is a newer proposal.
+        their values by slot; None where there is a newer proposal. This process makes one itself without a member that
+        has ended or left, also after that member has come, and without a member that does not come in time.
 
         `limits`: by identity of a member, the time by `time.monotonic` at which a proposal leaves the member out unless
         it has come. A member without an entry has the whole time limit, from this call on. The entry of a member that
         comes is removed. The other entries hold for further proposals, too: however many proposals follow, a member
-        that is stopped is awaited for one time limit in all.
+        that is stopped is awaited for one time limit in all. Only where this process then gets the group's lock late do
+        the members that it would leave out have half of the time limit more.
         """
         late = time.monotonic() + self._timeout_s
         arrived: dict[int, Any] = {}
@@ -495,13 +497,13 @@ class Membership:
             if overdue := {slot: i for slot, i in missing.items() if now > limits.get(i, late)}:
                 if self._leave_out(tuple(overdue), number, within=self._timeout_s / LOOKS):
                     return None
-                # A stopped process has held the lock, without which the overdue ones cannot arrive.
+                # Another process, which may be stopped, has held the lock. The overdue members need it to arrive.
                 limits.update(dict.fromkeys(overdue.values(), time.monotonic() + self._timeout_s / 2))
             time.sleep(PAUSE_S)
 
     def _leave_out(self, slots: tuple[int, ...], number: int, within: float = math.inf) -> bool:
-        """Proposes a view without `slots`, unless there is a newer proposal than `number`. Returns False, and proposes
-        nothing, if this process did not get the lock `within` that many seconds."""
+        """Proposes a view without `slots`, unless there is a newer proposal than `number`, and returns True. Returns
+        False, and proposes nothing, if this process waited for the lock for more than `within` seconds."""
         began = time.monotonic()
         with self._board.locked():
             if time.monotonic() - began > within:
@@ -512,8 +514,9 @@ class Membership:
         return True
 
     def _ended_meanwhile(self, number: int) -> bool:
-        """Called where the memory of the members of proposal `number` could not be mapped. Returns True, and leaves the
-        member out, if one has ended. Memory of a process that is killed goes before the process counts as ended."""
+        """Waits for a newer proposal than `number`, whose members' memory this process could not map, and makes one
+        itself if a member has ended or left. Returns False if there is none within half of the time limit. The wait is
+        for a process that was killed: its memory goes before the process counts as ended."""
         limit = time.monotonic() + self._timeout_s / 2
         while time.monotonic() < limit:
             if self._board.words[PROPOSAL] != number:

@@ -268,7 +268,8 @@ def _backward(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
     def outer(inner: Any, last: Any, row_weights: Any) -> Any:
         return mlp.outer_rows(step.function, inner, sizes, last, row_weights)
 
-    # XLA leaves out the matmuls whose results are not used: here that of the output and the gradient of `last`.
+    # A compiled program has no matmul whose result is not used: here it has neither the product by `down`, which is the
+    # output, nor the gradient of `last`.
     (by_weighted,) = jax.vjp(lambda inner: outer(inner, last, row_weights), projections[0])[1](by_output)
     behind = functools.partial(_behind_activation, mlp.in_kernels(step.function))
     run = in_place if isinstance(last["down"], Lent) else operator.call
@@ -286,8 +287,18 @@ def _backward(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
 
 
 def _behind_activation(activation: Any, by_weighted: Any, projections: Any, row_weights: Any) -> tuple[Any, Any, Any]:
-    """Returns the gradients of the projections and the weighted activation, `[C, F]` each, and the gradient of
-    `row_weights [C]`, from the gradient `by_weighted` of the weighted activation."""
+    """Computes what the backward pass has between its matmuls.
+
+    Args:
+      activation: the experts' activation, as the kernels take it.
+      by_weighted: `[C, F]`, the gradient of the weighted activation.
+      projections: `[C, F]` each, in the dtype of the rows.
+      row_weights: float32 `[C]`.
+
+    Returns:
+      The gradients of the projections and the weighted activation, `[C, F]` each in the dtype of the projections, and
+      the gradient of `row_weights`.
+    """
     inner = hopper.from_projections(activation, projections)
     weighted, of_weighted = jax.vjp(mlp.weighted, inner, row_weights)
     by_inner, by_row_weights = of_weighted(by_weighted)

@@ -5,7 +5,7 @@ Rows have a scale for 128 elements, weights one for 128 x 128 (DeepSeek-V3, arXi
 is the sum, in ascending order, of blocks of 128 of the contracted dimension: each block is a float32 sum of products,
 which are exact, times the product of both scales, added to a float32 sum. The result is rounded to the rows' dtype
 once. In int8 the sum of a block is an int32, and exact; `jax.lax.ragged_dot` gets int8 operands, which a TPU's MXU
-multiplies as they are (on CUDA: bfloat16, with the same sums).
+multiplies as they are. On CUDA it gets bfloat16, with the same sums.
 
 The gradient of the rows is such a product, too: the cotangent, quantized for 128 elements along the dimension that is
 contracted then, is multiplied by the same quantized weights. The gradient of the weights contracts the rows of each
@@ -280,9 +280,9 @@ def _sums(multiply: Callable[..., jax.Array], left: jax.Array, right: jax.Array,
     """Returns `multiply(left, right, *others, preferred_element_type=...)` of quantized factors, sums of up to 128
     products, in float32. fp8 becomes bfloat16, which holds each of its numbers; int8 has exact sums in int32.
 
-    For CUDA, int8 becomes bfloat16 as well. Its sums stay below 2**24, so that they are exact in float32, too. XLA's
-    tile for int8 without autotuning is 16 elements deep, fills both halves of an instruction that multiplies 32, and so
-    counts each product twice (jax 0.11.2).
+    For CUDA, int8 becomes bfloat16 as well. Its sums stay below 2**24, so that they are exact in float32, too. Without
+    autotuning, XLA takes a tile for int8 that is 16 elements deep, and an instruction that multiplies 32. It fills both
+    halves of the instruction with the same 16 elements, and so counts each product twice (jax 0.11.2).
     """
 
     def wide(left: jax.Array, right: jax.Array, *others: jax.Array) -> jax.Array:

@@ -255,7 +255,8 @@ def projected_again(
     *,
     activation: Activation = SWIGLU,
 ) -> list[jax.Array]:
-    """Returns `projections`, which `activated_and_projections` has returned, with their derivatives."""
+    """Returns `projections`, `[C, F]` each, which `activated_and_projections` has returned for the same operands. The
+    results have derivatives by rows, weights and biases."""
     kept = tuple(_whole(projection, 0, 1) for projection in projections)
     return _with_projections(_projected_again, rows, weights, group_sizes, biases, kept, activation)
 
@@ -461,7 +462,7 @@ def _by_operands(
     by_weights, sizes = [], group_sizes
     for by, w in zip(by_projections, weights, strict=True):
         by_weights.append(_by_weights(chosen, rows, by, w, sizes))
-        if isinstance(w, Lent):  # one after the other, and rows and their gradient are never in memory together
+        if isinstance(w, Lent):  # one after the other, so that rows and their gradient are never in memory together
             by_weights[-1], sizes = order(by_weights[-1], sizes)
     by_rows = _by_rows(chosen, by_projections, weights, sizes)
     by_biases = None

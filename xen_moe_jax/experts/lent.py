@@ -282,8 +282,8 @@ def by_slots(
 
 def _into(*operands: Any, kernel: Any, tree: Any, **_: Any) -> tuple[Any, ...]:
     """Returns the arrays after `kernel` has written its rows into them: the leaves of the last operand."""
-    # In a loop over a batch, such as that of `vmap`, XLA would fuse slices of the batch with the kernel, and the fusion
-    # would forget that the kernel's result is its operand with more rows.
+    # In a loop over a batch, such as `vmap` makes, XLA would fuse slices of the batch with the kernel. The fusion would
+    # lose that the kernel's result shares its memory with an operand, whose other rows belong to the result, too.
     *given, first_row, outs = jax.tree.unflatten(tree, lax.optimization_barrier(operands))
     return tuple(lax.optimization_barrier(tuple(kernel(*given, into=Into(outs, first_row)))))
 
@@ -299,13 +299,22 @@ over mesh axes; as a primitive, the kernel is traced only when it is lowered, wi
 
 
 def in_place(work: Callable[..., Any], by_weighted: Any, projections: Sequence[Any], row_weights: Any) -> Any:
-    """Returns `work(by_weighted, projections, row_weights)`: one array `[C, F]` more than projections, and an array
-    `[C]`. They get the memory of the operands.
+    """Returns `work(by_weighted, projections, row_weights)`, whose results take the memory of the operands.
 
-    XLA gives the state of a loop the same memory before and after a turn. It does not let an operation overwrite an
-    operand that a loop has returned, as one with lent weights returns these. So the work is a loop of one turn, whose
-    end XLA does not know beforehand. A result overwrites an operand on which it depends, or XLA copies it: the gradient
-    of the last projection, `up`, does not depend on `up` itself in gated experts.
+    The operands come out of loops, because their experts' weights are lent, and XLA lets no operation overwrite an
+    operand that a loop has returned. But XLA gives the state of a loop the same memory before and after a turn. So the
+    work is made the only turn of a loop, and a barrier hides from XLA that there is only one.
+
+    A result must depend on the operand whose memory it takes, since XLA otherwise copies that operand. In gated experts
+    the gradient of the last projection, `up`, does not depend on `up`. Therefore it takes the memory of `by_weighted`,
+    and the weighted activation takes that of `up`. The gradient of `gate` takes the memory of `gate`.
+
+    Args:
+      work: returns the gradients of the projections and the weighted activation, `[C, F]` each in the dtype of the
+        projections, and the gradient of `row_weights`.
+      by_weighted: `[C, F]` in the dtype of the projections, the gradient of the weighted activation.
+      projections: `[C, F]` each.
+      row_weights: float32 `[C]`.
     """
     *others, last = projections
 

@@ -211,7 +211,8 @@ def inner_rows_and_projections(
 def projections_again(
     config: ExpertFunction, x: jax.Array, group_sizes: jax.Array, weights: Weights, projections: list[jax.Array]
 ) -> list[jax.Array]:
-    """Returns projections that `inner_rows_and_projections` has returned, with their derivatives."""
+    """Returns `projections`, `[C, F]` each, which `inner_rows_and_projections` has returned for the same operands. The
+    results have derivatives by `x` and by the weights and biases of the projections."""
     both, biases = weights_and_biases(config, weights)
     return hopper.projected_again(x, both, group_sizes, biases, projections, activation=in_kernels(config))
 

@@ -105,8 +105,8 @@ def check_nodes(spec: Spec, config: KernelConfig) -> None:
 
 
 def apart(*arrays: jax.Array) -> list[jax.Array]:
-    """Returns the same arrays behind a barrier: XLA would fuse slices with the call that they feed, and an update with
-    the call's result, and the fusion would forget which buffers the call aliases."""
+    """Returns the same arrays behind a barrier. Without it XLA may fuse a call with a slice that is its operand, or
+    with an update by its result, and such a fusion loses which operands and results of the call share a buffer."""
     return list(lax.optimization_barrier(arrays))
 
 

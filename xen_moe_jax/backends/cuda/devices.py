@@ -72,11 +72,18 @@ def _job_devices() -> frozenset[Any]:
 
 
 def prepare(keys: np.ndarray, per_node: int) -> None:
-    """Registers the FFI targets, tells the module about this job, and starts memory between processes if a group spans
-    several, whose `per_node` consecutive ranks must share NVLink.
+    """Registers the FFI targets, and tells the module about this job. If a group spans several processes, it also
+    starts memory between them, and checks that neighbours share NVLink.
 
-    A program that was lowered elsewhere does without: its handlers do the same when it is loaded. Here, an error has
-    the type and the traceback that belong to the caller's line.
+    A program that was lowered elsewhere does without: its handlers register and start the same when it is loaded, and
+    refuse memory that they cannot map. Here, an error has the type and the traceback that belong to the caller's line.
+
+    Args:
+      keys: int64 `[groups, ranks]`, from `groups`.
+      per_node: number of consecutive ranks of a group that the operation takes as neighbours.
+
+    Raises:
+      ValueError, BackendUnavailable: as `processes.start`. ValueError: as `processes.check_neighbours`.
     """
     compiled = module.registered()
     job.describe(compiled)

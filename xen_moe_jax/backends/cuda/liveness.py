@@ -27,7 +27,7 @@ SILENCE_S = 8.0
 WAIT_S = 120.0
 """Time that another process has to start its watcher."""
 ENDING_S = 30.0
-"""Time that a killed process has to end: the driver frees its GPU's memory meanwhile."""
+"""Time that a killed process has to end. Until then the driver frees the process's memory on the GPU."""
 
 
 def identity(pid: int | None = None) -> str:

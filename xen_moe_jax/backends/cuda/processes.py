@@ -199,14 +199,14 @@ def ranks_per_node(compiled: Callable[[], Any], num_ranks: int) -> int | None:
 
 
 def check_neighbours(processes: np.ndarray, per_node: int) -> None:
-    """Checks that ranks which the kernels take as neighbours share NVLink, before a kernel stores at one by pointer.
+    """Checks that neighbours share NVLink: the kernels store into the memory of a neighbour through a pointer.
 
     Args:
-      processes: `[groups, ranks]`, the process of each rank of an operation's groups.
-      per_node: number of consecutive ranks that are neighbours.
+      processes: int64 `[groups, ranks]`, the process of each rank of an operation's groups.
+      per_node: number of consecutive ranks that are neighbours. It divides the ranks.
 
     Raises:
-      ValueError: two of these ranks are on different nodes.
+      ValueError: two neighbours are on different nodes.
     """
     if _domain == 0:
         return
