@@ -349,12 +349,15 @@ __device__ __forceinline__ void Load(const QuantizedRowsParams& p, const Maps& m
   const int width = RowWidth(tile.count), row_bytes = (8 << width) * kAtom;
   uint64_t once;  // the cache policy of weights: the L2 cache drops them before rows and scales
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
-  for (int depth = 0; depth < p.depth; depth += kStageDepth) {
+  for (int depth = 0, scale_row = 0; depth < p.depth; depth += kStageDepth) {
     Await(ring.released + 8 * slot.index, slot.phase ^ 1);
     const uint32_t barrier = ring.loaded + 8 * slot.index, stage = ring.stages + slot.index * S::kStageBytes;
     ExpectBytes(barrier, 2 * row_bytes + S::kWeightBytes + S::kScaleBytes);
     const int byte_row = S::kFp4 ? depth / 2 : depth;
-    if (!S::kFp4 && depth % p.block_rows == 0) PrefetchScales(p, tile, depth / p.block_rows);
+    if constexpr (!S::kFp4) {  // the rows of scales that begin in this stage
+      for (; scale_row * p.block_rows < min(depth + kStageDepth, p.depth); ++scale_row)
+        PrefetchScales(p, tile, scale_row);
+    }
 #pragma unroll
     for (int at = 0; at < kColumns; at += kAtom) {
       LoadBox(stage + S::kRowBytes + at * S::kByteRows, &maps.values[tile.matrix], barrier, tile.column + at, byte_row,
