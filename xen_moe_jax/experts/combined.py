@@ -28,7 +28,6 @@ import operator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from xen_moe_jax._api import combine, redispatch
 from xen_moe_jax._async_primitives import order
@@ -232,8 +231,8 @@ class _Step:
     def inner(self, rows: Any, first: Any, sizes: Any) -> Any:
         return mlp.inner_rows(self.function, rows, sizes, first)
 
-    def outer(self, inner: Any, last: Any, sizes: Any, row_weights: Any = None) -> Any:
-        return mlp.outer_rows(self.function, mlp.weighted(inner, row_weights), sizes, last, row_weights)
+    def outer(self, inner: Any, last: Any, sizes: Any) -> Any:
+        return mlp.outer_rows(self.function, inner, sizes, last)
 
     def home(self, y: Any, handle: Any, row_weights: Any) -> Any:
         return self.back(y, dataclasses.replace(handle, weights=row_weights), weighted=True)
@@ -271,7 +270,7 @@ def _backward(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
     # A compiled program has no matmul whose result is not used: here it has neither the product by `down`, which is the
     # output, nor the gradient of `last`.
     (by_weighted,) = jax.vjp(lambda inner: outer(inner, last, row_weights), projections[0])[1](by_output)
-    behind = functools.partial(_behind_activation, mlp.in_kernels(step.function))
+    behind = functools.partial(mlp.behind_activation, mlp.in_kernels(step.function))
     run = in_place if isinstance(last["down"], Lent) else operator.call
     by_projections, weighted, by_row_weights = run(behind, by_weighted, projections, row_weights)
     by_last, of_bias = jax.vjp(functools.partial(outer, weighted), last, row_weights)[1](by_output)
@@ -284,27 +283,6 @@ def _backward(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
 
     by_rows, by_first = jax.vjp(again, rows, first)[1](by_projections)
     return by_rows, by_row_weights + of_bias, by_first, by_last, None, None
-
-
-def _behind_activation(activation: Any, by_weighted: Any, projections: Any, row_weights: Any) -> tuple[Any, Any, Any]:
-    """Computes what the backward pass has between its matmuls.
-
-    Args:
-      activation: the experts' activation, as the kernels take it.
-      by_weighted: `[C, F]`, the gradient of the weighted activation.
-      projections: `[C, F]` each, in the dtype of the rows.
-      row_weights: float32 `[C]`.
-
-    Returns:
-      The gradients of the projections and the weighted activation, `[C, F]` each in the dtype of the projections, and
-      the gradient of `row_weights`.
-    """
-    inner = hopper.from_projections(activation, projections)
-    weighted, of_weighted = jax.vjp(mlp.weighted, inner, row_weights)
-    by_inner, by_row_weights = of_weighted(by_weighted)
-    wide = (a.astype(jnp.float32) for a in (by_inner, *projections))
-    by_projections = [a.astype(inner.dtype) for a in activation.gradients(*wide)]
-    return by_projections, weighted, by_row_weights
 
 
 define_derivative(_run, _forward, _backward)

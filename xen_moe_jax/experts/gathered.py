@@ -174,19 +174,17 @@ def _backward(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
     by_weighted = hopper.rows_by_weights(
         cotangent, last["down"], sizes, index=index, transposed=True, tiles=plan_of_last.rows
     )
-    inner = hopper.from_projections(step.activation, projections)
     count = row_weights.shape[0]
     row_weights = _whole(row_weights)
-    weighted, of_weighted = jax.vjp(mlp.weighted, inner, row_weights)
-    by_inner, by_row_weights = of_weighted(_vary(by_weighted, inner))
+    by_projections, weighted, by_row_weights = mlp.behind_activation(
+        step.activation, _vary(by_weighted, projections[0]), projections, row_weights
+    )
     tiles = plan_of_last.columns_gathered
     by_down = hopper.rows_by_rows(weighted, cotangent, sizes, index, gathered="others", tiles=tiles)
     by_last = {"down": _vary(by_down, x)}
     if biases is not None:
         by_last["down_bias"] = hopper.sum_of_groups(plan_of_last, cotangent, sizes, row_weights, index)
         by_row_weights = by_row_weights + _by_bias(last["down_bias"], sizes, index, cotangent)
-    wide = (a.astype(jnp.float32) for a in (by_inner, *projections))
-    by_projections = [a.astype(x.dtype) for a in step.activation.gradients(*wide)]
     one, *more = zip(by_projections, weights, strict=True)
     by_rows = hopper.rows_by_weights(*one, sizes, more[0] if more else None, transposed=True, tiles=plan.rows)
     by_x = combine(_vary(by_rows, x)[:count], handle, weighted=False, config=step.config)

@@ -217,6 +217,29 @@ def projections_again(
     return hopper.projected_again(x, both, group_sizes, biases, projections, activation=in_kernels(config))
 
 
+def behind_activation(
+    activation: hopper.Activation, by_weighted: jax.Array, projections: Sequence[jax.Array], row_weights: jax.Array
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    """Computes the part of a backward pass that lies between its matmuls.
+
+    Args:
+      activation: from `in_kernels`.
+      by_weighted: `[C, F]`, the gradient of the weighted activation.
+      projections: `[C, F]` each, in the dtype of the rows.
+      row_weights: float32 `[C]`.
+
+    Returns:
+      The gradients of the projections and the weighted activation, `[C, F]` each in the dtype of the projections, and
+      the gradient of `row_weights`.
+    """
+    inner = hopper.from_projections(activation, projections)
+    out, of_weighted = jax.vjp(weighted, inner, row_weights)
+    by_inner, by_row_weights = of_weighted(by_weighted)
+    wide = (a.astype(jnp.float32) for a in (by_inner, *projections))
+    by_projections = [a.astype(inner.dtype) for a in activation.gradients(*wide)]
+    return by_projections, out, by_row_weights
+
+
 def outer_rows(
     config: ExpertFunction,
     inner: jax.Array,
