@@ -475,8 +475,8 @@ class Membership:
         `limits`: by identity of a member, the time by `time.monotonic` at which a proposal leaves the member out unless
         it has come. A member without an entry has the whole time limit, from this call on. The entry of a member that
         comes is removed. The other entries hold for further proposals, too: however many proposals follow, a member
-        that is stopped is awaited for one time limit in all. Only where this process then gets the group's lock late do
-        the members that it would leave out have half of the time limit more.
+        that is stopped is awaited for one time limit in all. But each time that this process gets the group's lock late,
+        when it would leave members out, these members have half of the time limit from then on.
         """
         late = time.monotonic() + self._timeout_s
         arrived: dict[int, Any] = {}

@@ -307,7 +307,8 @@ def in_place(work: Callable[..., Any], by_weighted: Any, projections: Sequence[A
 
     A result must depend on the operand whose memory it takes, since XLA otherwise copies that operand. In gated experts
     the gradient of the last projection, `up`, does not depend on `up`. Therefore it takes the memory of `by_weighted`,
-    and the weighted activation takes that of `up`. The gradient of `gate` takes the memory of `gate`.
+    and the weighted activation takes that of `up`. The gradient of `gate` takes the memory of `gate`. The gradient of
+    `row_weights` does not depend on `row_weights`; XLA may copy this operand, which is small.
 
     Args:
       work: returns the gradients of the projections and the weighted activation, `[C, F]` each in the dtype of the
