@@ -121,3 +121,6 @@ def test_neighbours_share_a_node(group, per_node, words, monkeypatch):
     monkeypatch.setattr(processes, "_domain", 2)
     with contextlib.nullcontext() if words is None else pytest.raises(ValueError, match=words):
         processes.check_neighbours(np.array(group), per_node)
+    if words is not None:  # an exchange refuses `ranks_per_node`, too
+        with pytest.raises(ValueError, match="order the mesh.*, or use KernelConfig.backend='reference'"):
+            processes.check_neighbours(np.array(group), per_node, between_nodes=False)

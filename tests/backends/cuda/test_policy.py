@@ -435,7 +435,16 @@ def test_nodes_that_the_backend_finds_count_as_given_ones(monkeypatch):
             lowered_for_nodes(call)
 
 
-def test_what_does_not_cross_between_nodes_is_refused():
+def test_what_does_not_cross_between_nodes_is_refused(monkeypatch):
+    """It says so itself, and no error about its mesh names nodes as a remedy."""
+    across = []
+    monkeypatch.setattr(devices, "prepare", lambda keys, per_node, between_nodes: across.append(between_nodes))
+    at, halves = jnp.arange(4, dtype=jnp.int32), ((0, 1), (2, 3))
+    lowered_for_nodes(lambda x, *_: xm.all_to_all(x, "ep", 0, 0, tiled=True))
+    lowered_for_nodes(lambda x, *_: xm.ragged_all_to_all(x, x, at, at, at, at, axis_name="ep"))
+    lowered_for_nodes(lambda x, *_: xm.all_gather(x, "ep", axis_index_groups=halves))
+    lowered_for_nodes(lambda x, *_: xm.all_gather(x, "ep"))
+    assert across == [False, False, False, True]
     with pytest.raises(ValueError, match=r"all_to_all.* of 4 ranks with KernelConfig.ranks_per_node=2.*'reference'"):
         lowered_for_nodes(lambda x, *_: xm.all_to_all(x, "ep", 0, 0, tiled=True, config=nodes_of(2)))
 

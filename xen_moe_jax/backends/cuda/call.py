@@ -111,11 +111,19 @@ def apart(*arrays: jax.Array) -> list[jax.Array]:
 
 
 def ffi_call(
-    target: str, operands: tuple, results: list[jax.ShapeDtypeStruct], keys: np.ndarray, attrs: dict[str, int], **kw
+    target: str,
+    operands: tuple,
+    results: list[jax.ShapeDtypeStruct],
+    keys: np.ndarray,
+    attrs: dict[str, int],
+    *,
+    between_nodes: bool = True,
+    **kw: Any,
 ):
     """Makes one FFI call; for an asynchronous operation the start, which XLA may not remove. Returns a list of
-    results."""
-    devices.prepare(keys, attrs["ranks_per_node"] if attrs.get("chunk_tokens") else keys.shape[1])
+    results. `between_nodes`: as in `processes.check_neighbours`."""
+    per_node = attrs["ranks_per_node"] if attrs.get("chunk_tokens") else keys.shape[1]
+    devices.prepare(keys, per_node, between_nodes)
     if attrs.get("flight"):
         target, kw = f"{target}_start", {**kw, "has_side_effect": True}
     function = jax.ffi.ffi_call(target, results, **kw)

@@ -110,7 +110,8 @@ def all_to_all(exchange: Exchange, x: jax.Array) -> jax.Array:
         output_units=ranks,
     )
     keys = devices.groups(mesh, exchange.axis_name, exchange.axis_index_groups)
-    (out,) = call.ffi_call("xen_moe_exchange", (parts,), [jax.ShapeDtypeStruct(parts.shape, x.dtype)], keys, attrs)
+    results = [jax.ShapeDtypeStruct(parts.shape, x.dtype)]
+    (out,) = call.ffi_call("xen_moe_exchange", (parts,), results, keys, attrs, between_nodes=False)
     out = jnp.moveaxis(out, 0, concat_axis)
     if exchange.tiled:
         shape = out.shape
@@ -145,7 +146,13 @@ def ragged_all_to_all(exchange: Exchange, operand: jax.Array, output: jax.Array,
     sizes = [lax.convert_element_type(a, jnp.int32) for a in segments]
     results = [jax.ShapeDtypeStruct(output.shape, output.dtype)]
     (out,) = call.ffi_call(
-        "xen_moe_exchange", (operand, output, *sizes), results, keys, attrs, input_output_aliases={1: 0}
+        "xen_moe_exchange",
+        (operand, output, *sizes),
+        results,
+        keys,
+        attrs,
+        between_nodes=False,
+        input_output_aliases={1: 0},
     )
     return out
 
@@ -239,12 +246,16 @@ def all_gather(exchange: Exchange, x: jax.Array) -> jax.Array:
     ranks = _mesh.group_size(exchange.axis_sizes, exchange.axis_index_groups)
 
     def gather(x: jax.Array) -> jax.Array:
-        by_dispatch = exchange.axis_index_groups is None and len(exchange.axis_sizes) <= 2
-        several = by_dispatch and _nodes.several(ranks, exchange.config)
+        several = _by_dispatch(exchange) and _nodes.several(ranks, exchange.config)
         return _between_nodes(exchange, x) if several else _within_node(exchange, x, ranks)
 
     parts = gather(x) if exchange.wire is None else gathered.through_wire(gather, x, exchange.wire)
     return gathered.arranged(parts, exchange.concat_axis, exchange.tiled)
+
+
+def _by_dispatch(exchange: Exchange) -> bool:
+    """Returns True for an all_gather that a dispatch does where the ranks are on several nodes."""
+    return exchange.axis_index_groups is None and len(exchange.axis_sizes) <= 2
 
 
 def use_low_latency(config: KernelConfig, ranks: int, operand_bytes: int) -> bool:
@@ -277,7 +288,9 @@ def _within_node(exchange: Exchange, x: jax.Array, ranks: int) -> jax.Array:
         blocks = min(schedules.blocks(config, sms, schedules.LOW_LATENCY_SMS), -(-warps // module.compiled().warps))
         attrs |= {"low_latency": 1, "lanes": blocks}
     keys = devices.groups(mesh, exchange.axis_name, exchange.axis_index_groups)
-    (out,) = call.ffi_call("xen_moe_exchange", (x,), [jax.ShapeDtypeStruct((ranks, *x.shape), x.dtype)], keys, attrs)
+    results = [jax.ShapeDtypeStruct((ranks, *x.shape), x.dtype)]
+    across = _by_dispatch(exchange)
+    (out,) = call.ffi_call("xen_moe_exchange", (x,), results, keys, attrs, between_nodes=across)
     return out
 
 

@@ -71,16 +71,18 @@ def _job_devices() -> frozenset[Any]:
     return frozenset(jax.devices())
 
 
-def prepare(keys: np.ndarray, per_node: int) -> None:
+def prepare(keys: np.ndarray, per_node: int, between_nodes: bool = True) -> None:
     """Registers the FFI targets, and tells the module about this job. If a group spans several processes, it also
     starts memory between them, and checks that neighbours share NVLink.
 
-    A program that was lowered elsewhere does without: its handlers register and start the same when it is loaded, and
-    refuse memory that they cannot map. Here, an error has the type and the traceback that belong to the caller's line.
+    A program that was lowered elsewhere does without: once the targets are registered and it is loaded, its handlers
+    tell the module about the job and start memory, and refuse the memory of a neighbour that is not mapped. Here, an
+    error has the type and the traceback that belong to the caller's line.
 
     Args:
       keys: int64 `[groups, ranks]`, from `groups`.
       per_node: number of consecutive ranks of a group that the operation takes as neighbours.
+      between_nodes: as in `processes.check_neighbours`.
 
     Raises:
       ValueError, BackendUnavailable: as `processes.start`. ValueError: as `processes.check_neighbours`.
@@ -90,7 +92,7 @@ def prepare(keys: np.ndarray, per_node: int) -> None:
     owner = keys // compiled.devices_per_process
     if keys.min() >= 0 and (owner != owner[:, :1]).any():
         processes.start(compiled)
-        processes.check_neighbours(owner, per_node)
+        processes.check_neighbours(owner, per_node, between_nodes)
 
 
 def num_sms(mesh: Any) -> int:

@@ -198,12 +198,13 @@ def ranks_per_node(compiled: Callable[[], Any], num_ranks: int) -> int | None:
     return _domain
 
 
-def check_neighbours(processes: np.ndarray, per_node: int) -> None:
+def check_neighbours(processes: np.ndarray, per_node: int, between_nodes: bool = True) -> None:
     """Checks that neighbours share NVLink: the kernels store into the memory of a neighbour through a pointer.
 
     Args:
       processes: int64 `[groups, ranks]`, the process of each rank of an operation's groups.
       per_node: number of consecutive ranks that are neighbours. It divides the ranks.
+      between_nodes: whether `KernelConfig.ranks_per_node` lets the operation run on several nodes.
 
     Raises:
       ValueError: two neighbours are on different nodes.
@@ -223,9 +224,13 @@ def check_neighbours(processes: np.ndarray, per_node: int) -> None:
     group, rank = wrong[0].tolist()
     first = rank // per_node * per_node
     fitting = max(n for n in range(1, ranks + 1) if ranks % n == 0 and not strangers(n).any())
+    otherwise = (
+        f"pass one axis and KernelConfig(ranks_per_node={fitting})"
+        if between_nodes
+        else "use KernelConfig(backend='reference'), which is XLA's"
+    )
     raise ValueError(
         f"ranks {first} and {rank} of a group are processes {processes[group, first]} and {processes[group, rank]}, on "
         f"different nodes of {_domain} processes, and an operation takes each {per_node} consecutive ranks as "
-        "neighbours: order the mesh's devices and axes so that they are processes of one node, or pass one axis and "
-        f"KernelConfig(ranks_per_node={fitting})"
+        f"neighbours: order the mesh's devices and axes so that they are processes of one node, or {otherwise}"
     )
