@@ -6,6 +6,7 @@ import dataclasses
 import fcntl
 import os
 import signal
+import subprocess
 import threading
 import time
 from types import SimpleNamespace
@@ -93,6 +94,18 @@ def test_the_next_one_tells_what_a_killed_process_had_written(open_group):
     assert (change.view, change.step) == (2, 7)
     assert board.words[_board.PROPOSAL] == board.words[_board.URGENT] == 2
     assert group.boundary(7) is None
+
+
+@pytest.mark.parametrize("step", [1_764_000_000_000_000_000, 2**40 - 1, -1])
+def test_a_step_that_the_word_of_the_plan_cannot_hold_is_refused(open_group, step):
+    group = open_group()
+    group.join()
+    group._board.words[_board.WAITING] = 1
+    for name, call in (("boundary", group.boundary), ("recover", group.recover)):
+        with pytest.raises(ValueError, match=rf"Group.{name}: step={step}: must be [<>]= "):
+            call(step)
+    assert group._board.words[_board.PROPOSAL] == group.view and not group._board.words[_board.CHANGE]
+    assert group.boundary(2**40 - 2) is None and group.boundary(2**40 - 2) is None
 
 
 # -- words that come late ----------------------------------------------------------------------------------------------
@@ -385,10 +398,12 @@ def come_and_be_killed(folder, arrived):
         group.join(start_with=2)
 
 
-def test_a_member_that_was_killed_after_it_arrived_is_left_out(open_group, tmp_path):
-    """The driver refuses to map the member's memory, which goes before the process counts as ended."""
+@pytest.mark.parametrize("ending", [False, True])
+def test_a_member_that_was_killed_after_it_arrived_is_left_out(open_group, tmp_path, monkeypatch, ending):
+    """The driver refuses to map the member's memory, which goes before the process counts as ended. That can take
+    longer than the time limit, while the operating system says that the process is `ending`."""
     group, arrived = with_memory(open_group(2, slot=0, timeout_s=30.0), {}), FORK.Event()
-    adopt, ended = group._kernels.adopt, group._membership._ended
+    adopt, ended, waited_for = group._kernels.adopt, group._membership._ended, []
     newcomer = FORK.Process(target=come_and_be_killed, args=(tmp_path / "group", arrived))
     newcomer.start()
 
@@ -399,16 +414,31 @@ def test_a_member_that_was_killed_after_it_arrived_is_left_out(open_group, tmp_p
         newcomer.kill()
         newcomer.join()
         late = iter([False] * 9)
-        group._membership._ended = lambda identity: next(late, True) and ended(identity)
+        group._membership._ended = lambda identity: not ending and next(late, True) and ended(identity)
+        if ending:
+            group._membership._timeout_s = 0.1
+            monkeypatch.setattr(liveness, "ending", lambda identity: identity.split()[2] == str(newcomer.pid))
+            monkeypatch.setattr(liveness, "end", lambda pid: waited_for.append(pid) or pid == newcomer.pid)
         raise RuntimeError("the memory of process 1 cannot be mapped")
 
     group._kernels.adopt = refuse
     change = group.join(start_with=2)
     assert change.view == 2 and group.active().tolist() == [True, False] and group._kernels.adopted == [(2, [0])]
+    assert waited_for == [newcomer.pid] * ending
     group._kernels.adopt = lambda view, shown: refuse(0, shown)
     group._membership._timeout_s = 0.1
     with pytest.raises(RuntimeError, match="cannot be mapped"):  # and no member has ended
         group.recover(0)
+
+
+def test_a_process_that_was_killed_is_ending_until_it_has_gone():
+    with subprocess.Popen(["sleep", "60"]) as child:
+        name = liveness.identity(child.pid)
+        assert not liveness.ending(name) and not liveness.ending(liveness.identity())
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert liveness.ending(name)
+    assert not liveness.ending(name)
 
 
 def test_a_member_that_waits_for_the_lock_is_not_late(open_group, monkeypatch):

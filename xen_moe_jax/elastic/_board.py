@@ -27,6 +27,8 @@ newest proposal that interrupts steps under way. `WAITING`: 1 while a process wa
 another placement. `CHANGE`: the view, modulo 2**24, and in the lowest `STEP_BITS` the step at whose beginning the view
 changes; 0 where no change is planned."""
 STEP_BITS = 40
+LAST_STEP = 2**STEP_BITS - 2
+"""The largest number of a step. The number of the step behind it fits into `STEP_BITS`, too."""
 LEFT = 16
 """Index `LEFT + s` is the word of slot `s`: the number of the newest claim of this slot whose process has left."""
 MOST_SLOTS = 256

@@ -16,7 +16,7 @@ import numpy as np
 from xen_moe_jax import _mesh, _validate, balance
 from xen_moe_jax._placement import Placement
 from xen_moe_jax.backends.cuda.members import Members
-from xen_moe_jax.elastic._board import MOST_SLOTS, Board
+from xen_moe_jax.elastic._board import LAST_STEP, MOST_SLOTS, Board
 from xen_moe_jax.elastic._membership import Membership, Settled
 from xen_moe_jax.elastic._rows import GaveUp, Rows
 
@@ -45,6 +45,18 @@ class Change:
     joined: tuple[int, ...]
     lost: tuple[int, ...]
     fetch: tuple[tuple[int, int], ...]
+
+
+def _step(step: Any, caller: str) -> int:
+    """Returns the number of a step as an int.
+
+    Raises:
+      TypeError, ValueError: it is no whole number from 0 to `LAST_STEP`.
+    """
+    number = _validate.integer(step, "step", caller, minimum=0, maximum=None)
+    if number > LAST_STEP:
+        raise ValueError(f"{caller}: step={number}: must be <= {LAST_STEP}: count steps from 0, and not by a clock")
+    return number
 
 
 class Group:
@@ -205,7 +217,7 @@ class Group:
         of the last `Change` are loaded.
 
         Args:
-          step: number of the step that this process runs next.
+          step: number of the step that this process runs next, up to 2**40 - 2.
 
         Returns:
           `Change`, also where only the placement changes (`rebalance`); None where nothing has changed. To find that
@@ -216,8 +228,10 @@ class Group:
           TimeoutError: the slots of the ranks that are left do not hold all experts, and no other rank came within ten
             minutes, for which these ranks stood still.
           RuntimeError: the group is closed, or kernels exchange and the members' memory could not be mapped.
+          TypeError, ValueError: `step` is no such number.
         """
         self._open("boundary")
+        step = _step(step, "elastic.Group.boundary")
         if self._unsure:  # the last `Change` named these slots, but for those that are empty in its placement
             assert self.placement is not None
             self._unsure = {s for s in self._unsure if self.placement.experts[self.rank, s] < 0}
@@ -276,6 +290,7 @@ class Group:
           The errors of `boundary`.
         """
         self._open("recover")
+        step = _step(step, "elastic.Group.recover")
         self._membership.propose(urgent=True)
         return self._settle(step)
 
@@ -285,7 +300,6 @@ class Group:
         """
         given = self.placement if wanted is None else wanted
         share = b"" if given is None else np.asarray(given.experts, np.int32).tobytes()
-        step = _validate.integer(step, "step", "elastic.Group", minimum=0, maximum=None)
         self._wanted_at = None
         with self._changing:
             settled = self._membership.settle(step, share, wanted=wanted is not None)

@@ -475,8 +475,8 @@ class Membership:
         `limits`: by identity of a member, the time by `time.monotonic` at which a proposal leaves the member out unless
         it has come. A member without an entry has the whole time limit, from this call on. The entry of a member that
         comes is removed. The other entries hold for further proposals, too: however many proposals follow, a member
-        that is stopped is awaited for one time limit in all. But each time that this process gets the group's lock late,
-        when it would leave members out, these members have half of the time limit from then on.
+        that is stopped is awaited for one time limit in all. But where this process gets the group's lock late when it
+        would leave members out, these members have half of the time limit from then on.
         """
         late = time.monotonic() + self._timeout_s
         arrived: dict[int, Any] = {}
@@ -515,14 +515,15 @@ class Membership:
 
     def _ended_meanwhile(self, number: int) -> bool:
         """Waits for a newer proposal than `number`, whose members' memory this process could not map, and makes one
-        itself if a member has ended or left. Returns False if there is none within half of the time limit. The wait is
-        for a process that was killed: its memory goes before the process counts as ended."""
+        itself if a member has ended or left, or is ending. Returns False if there is none within half of the time
+        limit. The wait is for a process that was killed: its memory goes before the process counts as ended, which can
+        take longer than the time limit. Before the next view begins, `_shut_out` waits until it has ended."""
         limit = time.monotonic() + self._timeout_s / 2
         while time.monotonic() < limit:
             if self._board.words[PROPOSAL] != number:
                 return True
-            if gone := tuple(filter(self.gone, self._identities)):
-                self._leave_out(gone, number)
+            if lost := tuple(s for s, i in self._identities.items() if self.gone(s) or liveness.ending(i)):
+                self._leave_out(lost, number)
                 return True
             time.sleep(PAUSE_S)
         return False

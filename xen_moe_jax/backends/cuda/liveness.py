@@ -29,6 +29,9 @@ WAIT_S = 120.0
 ENDING_S = 30.0
 """Time that a killed process has to end. Until then the driver frees the process's memory on the GPU."""
 
+PF_EXITING = 4
+"""Flag of a process that ends (include/linux/sched.h), in the flags of `/proc/PID/stat`."""
+
 
 def identity(pid: int | None = None) -> str:
     """Identifies a process for other processes: PID namespace, PID, start time in clock ticks after boot.
@@ -37,11 +40,30 @@ def identity(pid: int | None = None) -> str:
       OSError: there is no such process.
     """
     pid = os.getpid() if pid is None else pid
-    stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    started = stat.rsplit(")", 1)[1].split()[19]  # the name, in parentheses, may hold anything
+    started = _stat(pid)[19]
     namespace = os.readlink(f"/proc/{pid}/ns/pid")
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {namespace} {pid} {started}"
+
+
+def _stat(pid: int) -> list[str]:
+    """Returns the words of `/proc/PID/stat` from the third one, the state, on.
+
+    Raises:
+      OSError: there is no such process.
+    """
+    return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()  # the name may hold anything
+
+
+def ending(other: str) -> bool:
+    """Returns True if the process with this `identity`, in this PID namespace, is being ended by the operating system:
+    it runs no more of its own instructions. Returns False where that is not known, or where there is no such process.
+    """
+    try:
+        words = _stat(int(other.split()[2]))
+    except OSError:
+        return False
+    return words[19] == other.split()[3] and (words[0] in "ZX" or bool(int(words[6]) & PF_EXITING))
 
 
 def hold(other: str) -> int | None:
