@@ -45,8 +45,9 @@ nb::dict Stages(Instantiate* instantiate, Execute* execute) {
   return d;
 }
 
-// Returns the staging bytes per rank that an operation with these attributes needs. With low_latency = 1, both the
-// low-latency kernels and the other ones can run it in that many bytes.
+// Returns the staging bytes per rank that operations with these attributes share, a dispatch, a redispatch or a
+// combine, whether or not each of them has a kernel of its own on the only rank of a group (core/alone.h). With
+// low_latency = 1, both the low-latency kernels and the other ones can run them in that many bytes.
 template <class P>
 uint64_t StagingBytes(nb::dict attributes) {
   Needs most;
@@ -65,9 +66,9 @@ uint64_t StagingBytes(nb::dict attributes) {
                return low && value && std::string_view(name) == "chunk_tokens" ? int64_t{kChunkTokens} : value;
              }),
              &plan);
-      const Needs& needs = plan.params.call.needs;
-      most.flag_bytes = std::max(most.flag_bytes, up(needs.flag_bytes));
-      most.data_bytes = std::max(most.data_bytes, up(needs.data_bytes));
+      const Staging& staging = plan.params.staging;
+      most.flag_bytes = std::max(most.flag_bytes, up(staging.flag_bytes));
+      most.data_bytes = std::max(most.data_bytes, up(staging.data_bytes));
     }
   } catch (const MemoryError& e) {
     throw std::runtime_error(e.message);

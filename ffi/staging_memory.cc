@@ -165,8 +165,8 @@ void StagingMemory::Grow(const Needs& needs, Generation next, double seconds) {
   needs_ = Largest(needs_, needs);  // another process may have asked for more
 }
 
-// Returns whether the newest generation is an xm.Buffer's that no operation has divided into flags and data: then no
-// operation can have run in it.
+// Returns whether the newest generation is not divided into flags and data, as that of an xm.Buffer before the first
+// operation that has flags: then no operation can have used it.
 bool StagingMemory::Undivided() const {
   return !generations_.empty() && generations_.back().flag_bytes == 0 && generations_.back().data_bytes != 0;
 }

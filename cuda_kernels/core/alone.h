@@ -9,8 +9,9 @@
 namespace xen_moe {
 
 // The memory of a generation that these operations ask for. They use none of it. But a workspace makes its mailbox, and
-// the other memory that never moves, only for an operation that asks for memory.
-constexpr Needs kAloneNeeds{256, 256, 0};
+// the other memory that never moves, only for an operation that asks for memory. They ask for no flags, and an
+// xm.Buffer remains whole for the first operation that uses it.
+constexpr Needs kAloneNeeds{0, 256, 0};
 // Most slots, tokens * top_k, of such a dispatch: each of its thread blocks counts all slots.
 constexpr int kAloneSlots = 1 << 16;
 

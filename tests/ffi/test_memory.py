@@ -307,6 +307,24 @@ def test_a_buffer_serves_what_fits_and_refuses_more_with_both_numbers(memory):
         workspace.reserve(1 << 20, 1.0)
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_an_operation_without_flags_leaves_a_buffer_whole(memory, before):
+    """As the operations of a rank alone (cuda_kernels/core/alone.h), before the buffer is opened or after that."""
+    alone, small = (0, 256, 0), (256, LARGE[1], 0)
+    workspace = memory.workspace([0], 1, 0)
+    if before:
+        memory.serve(workspace, *alone, 1.0)
+    workspace.reserve(2 * half(small), 1.0)
+    memory.serve(workspace, *alone, 1.0)
+    memory.serve(workspace, *small, 1.0)
+    (listed,) = memory.workspaces()
+    assert listed["staging_bytes"] == 2 * half(small) and listed["generations_held"] == 1 + before
+    assert run(memory, workspace, small, times=3)
+    memory.reclaim(workspace)
+    (listed,) = memory.workspaces()
+    assert listed["generations_held"] == 1
+
+
 def test_closing_frees_and_memory_is_made_again(memory):
     workspace = memory.workspace([0, 1], 2, 0)
     workspace.reserve(2 * half(LARGE), 1.0)

@@ -108,6 +108,13 @@ def test_memory_stays_within_the_bound(ranks, hidden):
         assert rows <= size <= rows + 64 * 2**20
 
 
+def test_memory_of_one_rank_does_for_every_operation():
+    """A dispatch of rows of 16 bytes needs none there. A redispatch and a combine of the same rows do."""
+    sizes = {"num_tokens": 2048, "num_ranks": 1, "top_k": 8, "dtype": jnp.float32, "backend": "cuda"}
+    for hidden in (4, 8):
+        assert xm.buffer_size_hint(hidden=hidden, **sizes) >= 2 * 2048 * hidden * 4
+
+
 @pytest.mark.parametrize("ranks", [18, 72, 256])
 def test_memory_of_many_ranks_goes_through_rings(ranks):
     """Rows take at most 256 MiB, or 256 tokens of every rank; routing and flags stay whole."""
