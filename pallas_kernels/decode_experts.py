@@ -50,7 +50,8 @@ class Pieces:
       depth: rows of a slab of gate and of up, a multiple of 128.
       width: rows of a slab of down, a multiple of 128.
       ahead: slabs that travel before the slab that is multiplied has been.
-      widened: weights in fp8 are converted before they are multiplied by bfloat16: the matrix units do not take them.
+      widened: True converts weights in fp8 to bfloat16 before they are multiplied by bfloat16 rows, for chips whose
+        matrix units take no fp8.
     """
 
     rows_at_once: int

@@ -31,9 +31,9 @@ ROW_BITS = 16
 (`number_of`). `ends` of a pair's last row: its first row, and above these bits its number of rows; of others, -1."""
 TOKEN_BITS = 8
 GROUPS, GROUPS_OF_MANY, MANY = 4, SUBLANES - 1, 32
-"""Groups of a rank's experts, and of those of a rank with more than `MANY` tokens, whose records travel for long; at
-most as many as lines of a register but one (`arrived`). Records of the first group's tokens come first, and its experts
-are visited meanwhile."""
+"""Groups of a rank's experts: `GROUPS`, or `GROUPS_OF_MANY` where a rank has more than `MANY` tokens, whose records
+travel for long. A register has a line for each group and one more (`arrived`), so that there are at most seven groups.
+Records of the first group's tokens come first, and its experts are visited while further records travel."""
 
 
 def number_of(link: Any, tokens: int) -> tuple[Any, Any, Any]:

@@ -216,7 +216,7 @@ def _body(refs: _Refs, *, columns: Columns, blocks: int) -> None:
     count = jnp.sum(hot[:1]).astype(jnp.int32)
     # a place that no pair has yet is zero, so numbers are kept larger by one
     larger = given + 1
-    if beyond := refs.gathered.shape[0] - slots - 2:
+    if beyond := refs.gathered.shape[0] - slots - 2:  # Mosaic has no empty vectors
         larger = jnp.concatenate([larger, jnp.zeros((beyond, block), jnp.int32)], axis=0)
     refs.gathered[...] = refs.gathered[...] | moved(larger, to)
     made = refs.made[0, 0, 0]

@@ -116,14 +116,14 @@ _few_optimizations = os.environ["JAX_PLATFORMS"] == "cpu" and "XEN_MOE_OPTIMIZED
 def pytest_configure(config):
     """XLA reads its flags once in a process, so processes without `optimized` tests compile in a hurry: `make test`
     runs the optimized ones by themselves. Some modules and conftest.py files make XLA read its flags while tests are
-    collected, so the flags are set before, where the marks alone say that no test is `optimized`.
+    collected. So the flags are set before the collection if the expression of marks excludes every `optimized` test.
     """
     if _few_optimizations and "not optimized" in config.option.markexpr:
         quick_compiler.use()
 
 
 def pytest_collection_finish(session):
-    """Of tests that are chosen by their names it shows here that none is `optimized`."""
+    """Sets the flags where no collected test is `optimized`, as when tests are chosen by name and not by marks."""
     if _few_optimizations and not any(item.get_closest_marker("optimized") for item in session.items):
         quick_compiler.use()
 

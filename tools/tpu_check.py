@@ -302,8 +302,8 @@ def verdicts(outcomes: list[Outcome], hangs: dict[str, Any], parts: dict[str, An
 
 
 REHEARSAL = 6
-"""A rehearsal's limits are so many times those of its steps: a machine with few cores, which may be busy, interprets
-kernels."""
+"""A step's time limit is multiplied by this number in a rehearsal, in which a machine with few cores, which may be
+busy, interprets the kernels."""
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -42,7 +42,8 @@ def as_bool(value: Any) -> bool | None:
 
 
 def array(x: Any, caller: str, name: str) -> jax.Array:
-    """Returns `x` as an array of JAX's; raises TypeError, which names the argument, where it is none."""
+    """Returns `x` as a JAX array. Raises TypeError, which names `caller` and the argument `name`, if JAX can make no
+    array of it."""
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError, OverflowError):
@@ -50,7 +51,8 @@ def array(x: Any, caller: str, name: str) -> jax.Array:
 
 
 def known_array(x: Any, caller: str, name: str) -> np.ndarray:
-    """Returns `x` as an array of NumPy's; raises TypeError, which names the argument, where its values are unknown."""
+    """Returns `x` as a NumPy array. Raises TypeError, which names `caller` and the argument `name`, if its values are
+    unknown (it is traced) or NumPy can make no array of it."""
     try:
         return np.asarray(x)
     except (TypeError, ValueError):

@@ -34,6 +34,9 @@ SMALL_BATCH = 512
 class Links:
     """Speed of the links between the ranks. Bandwidths in bytes a second, one way, of one rank; times in seconds.
 
+    Raises ValueError unless rates are numbers above zero, times and `lent_rows` numbers of at least zero, and pairs
+    tuples.
+
     Attributes:
       fast, fast_small: bandwidth inside a node, for large batches and for batches up to `SMALL_BATCH` tokens a rank.
         The defaults are slopes of measured time over bytes on H200s over NVLink. Those for large batches are of
@@ -154,8 +157,9 @@ def perf_model(
       links: bandwidths and fixed costs.
 
     Raises:
-      ValueError: a size is not positive, `ranks_per_node` does not divide `num_ranks`, `topk_idx` has another shape, or
-        `dtype` or `wire` is unknown. TypeError: `topk_idx` holds no integers, or `links` is no `Links`.
+      ValueError: a size is not positive, `ranks_per_node` does not divide `num_ranks`, `topk_idx` has another shape,
+        `dtype` or `wire` is unknown, or `intermediate` or `slots_per_rank` is given to another operation than
+        "balance". TypeError: `topk_idx` holds no integers or is traced, or `links` is no `Links`.
     """
     caller = "perf_model"
     if operation not in OPERATIONS:

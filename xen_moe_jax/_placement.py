@@ -66,10 +66,13 @@ class Placement:
 
         Args:
           topk_idx: integer `[..., K]`, experts; an entry outside `[0, E)` is an unused slot.
-          rank: this rank's number, `jax.lax.axis_index(axis_name)`.
+          rank: this rank's number, one integer: `jax.lax.axis_index(axis_name)`.
 
         Returns:
           int32 `[..., K]`: slots, numbered `rank * S + slot`. -1 for unused slots and for experts that are nowhere.
+
+        Raises:
+          TypeError: `topk_idx` or `rank` holds no integers or has other dimensions.
         """
         topk_idx, rank = (
             array(*a) for a in ((topk_idx, "Placement.route", "topk_idx"), (rank, "Placement.route", "rank"))
@@ -98,6 +101,9 @@ class Placement:
 
         Returns:
           `Placement`, of NumPy arrays if all arrays are NumPy's.
+
+        Raises:
+          ValueError: `alive` is not bool `[R]`. TypeError: it is no array.
         """
         alive = alive if isinstance(alive, jax.Array) else known_array(alive, "Placement.without", "alive")
         if alive.shape != (self.num_ranks,) or alive.dtype != np.bool_:
@@ -137,7 +143,8 @@ class Placement:
           nowhere is NaN, or zero if its dtype is an integer.
 
         Raises:
-          ValueError: both placements are None, they differ in ranks or experts, or weights have other dimensions.
+          ValueError: both placements are None, they differ in ranks or experts, or weights or `active` have other
+            dimensions. TypeError: an argument is no placement or no array.
         """
         old, new = _both(old, new, "move")
         return _apply(move_p, weights, old, new, old.slots_per_rank, axis_name, active, config, "move")

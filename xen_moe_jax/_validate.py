@@ -47,7 +47,8 @@ def axes(
 
 
 def axis_names(axis_name: Any, caller: str, most: int = 2) -> tuple[str, ...]:
-    """Returns the names of at most `most` different axes."""
+    """Returns `axis_name`, a name or a tuple or list of names, as a tuple. Raises ValueError unless it has one to
+    `most` names, all different."""
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     if not names or len(names) > most or not all(isinstance(n, str) for n in names) or len(set(names)) != len(names):
         raise ValueError(
@@ -58,6 +59,8 @@ def axis_names(axis_name: Any, caller: str, most: int = 2) -> tuple[str, ...]:
 
 
 def integer(value: Any, name: str, caller: str, *, minimum: int, maximum: int | None = LARGEST) -> int:
+    """Returns `value` as an int. Raises TypeError if it is no int known at trace time, and ValueError if it is below
+    `minimum` or above `maximum`, which is None for numbers that need not fit int32."""
     number = as_int(value)
     if number is None:
         raise TypeError(f"{caller}: {name}={value!r}: must be an int known at trace time")

@@ -77,7 +77,8 @@ def from_experts(experts: Any, num_experts: int) -> Placement:
       num_experts: `E`.
 
     Raises:
-      ValueError: a slot holds an expert outside `[-1, E)`, or a rank holds an expert twice.
+      ValueError: a slot holds an expert outside `[-1, E)`, or a rank holds an expert twice. TypeError: `experts` is no
+        array, or its values are traced.
     """
     caller = "balance.from_experts"
     num_experts = _validate.integer(num_experts, "num_experts", caller, minimum=1)
@@ -127,7 +128,7 @@ def plan(
 
     Raises:
       ValueError: an argument is out of range, or ranks that are alive have fewer than `E * min_replicas` slots.
-      TypeError: a number is no int.
+      TypeError: a number is no int, or `counts` or `alive` is no array or is traced.
     """
     caller = "balance.plan"
     ranks = _validate.integer(num_ranks, "num_ranks", caller, minimum=1)
@@ -312,7 +313,9 @@ def repair(placement: Placement, alive: Any, counts: Any = None) -> Placement:
       `Placement` of NumPy arrays, with the shapes of `placement`.
 
     Raises:
-      ValueError: an argument is wrong, or the ranks that are left have fewer slots than there are experts.
+      ValueError: `alive` or `counts` is out of range or has other dimensions, or the ranks that are left have fewer
+        slots than there are experts. TypeError: `placement` is no `Placement`, or `alive` or `counts` is no
+        array or is traced.
     """
     caller = "balance.repair"
     if not isinstance(placement, Placement):
@@ -365,8 +368,8 @@ def _room(up: np.ndarray, ranks: int, slots: int, experts: int, caller: str, lea
 
 
 def _load(counts: Any, caller: str) -> np.ndarray:
-    """Returns `counts [..., E]` added up, float64 `[E]`, or ones where all are zero. Raises ValueError for counts that
-    are no finite numbers `>= 0`."""
+    """Returns `counts [..., E]` added up, float64 `[E]`, or ones where all are zero. Raises ValueError unless the
+    counts are finite numbers `>= 0`, and TypeError if they are no array or are traced."""
     array = known_array(counts, caller, "counts")
     if array.ndim == 0 or array.shape[-1] == 0 or array.dtype.kind not in "iuf":
         raise ValueError(f"{caller}: counts is {array.dtype}{list(array.shape)}: must be numbers [E] or [..., E]")
@@ -457,7 +460,8 @@ def moves(old: Placement | None, new: Placement | None) -> np.ndarray:
       that gets. Slots that a rank fills from its own are among them, with equal ranks.
 
     Raises:
-      ValueError: `old` holds an expert of `new` nowhere; fetch it from a checkpoint and move the rest.
+      ValueError: `old` holds an expert of `new` nowhere (fetch it from a checkpoint and move the rest), or the
+        placements differ in ranks or experts. TypeError: `old` or `new` is no `Placement`, or both are None.
     """
     for name, placement in (("old", old), ("new", new)):
         if not isinstance(placement, Placement | None) or old is new is None:

@@ -70,7 +70,7 @@ def top_k(
       bias: float `[E]`, added to the scores for the choice only, never to the weights. An expert whose bias is -inf (a
         pruned expert) is never chosen.
       normalize: divide the chosen weights by their sum; default only for sigmoid scores, as in DeepSeek-V3.
-      scale: multiplies the weights.
+      scale: one real number, which multiplies the weights; it may be traced.
 
     Returns:
       `topk_idx int32 [T, k]`, best first, ties to the lower expert; `topk_weights float32 [T, k]` as `chosen_weights`
@@ -108,7 +108,7 @@ def group_limited_top_k(
       num_groups, topk_groups: groups of consecutive experts, and how many of them a token may use.
       bias: float `[E]`, added for the choice only (auxiliary-loss-free balancing). An expert whose bias is -inf (a
         pruned expert) is never chosen; a group with fewer than `group_best` experts left has the sum of theirs.
-      normalize: divide the chosen scores by their sum. scale: multiplies the weights.
+      normalize: divide the chosen scores by their sum. scale: one real number, which multiplies the weights.
       score: None where `scores` are scores; "softmax" or "sigmoid" where they are logits. With logits, weights and
         gradients are right where scores leave the range of their dtype: float16 scores below 1.5e-5 have a gradient
         beyond float16.
@@ -230,9 +230,13 @@ def sparsemixer_weights(logits: jax.Array, topk_idx: jax.Array, eps: float = 0.0
 
 
 def router_scores(logits: jax.Array, score: str) -> jax.Array:
-    """Softmax or sigmoid of float32 `logits [T, E]`, with derivatives that are right to the last digits.
+    """Returns the softmax or the sigmoid, as `score` says, of float `logits [T, E]`: float32 `[T, E]`, with derivatives
+    that are right to the last digits.
 
-    `p * (1 - p)` loses all digits where `p` is nearly 1: JAX's own derivatives do.
+    JAX's own derivatives multiply `p * (1 - p)`, which loses all digits where `p` is nearly 1.
+
+    Raises:
+      ValueError: `score` is unknown, or `logits` have other dimensions. TypeError: `logits` are no floats.
     """
     logits = _check(logits, "router_scores", "logits")
     return _sigmoid(logits) if _check_score(score, "router_scores") == "sigmoid" else softmax(logits)
@@ -364,6 +368,7 @@ def _check_score(score: Any, caller: str) -> str:
 
 
 def _check_scale(scale: Any, caller: str) -> jax.Array:
+    """Returns `scale` as a float32 array without dimensions. Raises TypeError unless it is one real number."""
     scale = _validate.array(scale, caller, "scale")
     if scale.ndim or not jnp.issubdtype(scale.dtype, jnp.floating) and not jnp.issubdtype(scale.dtype, jnp.integer):
         raise TypeError(f"{caller}: scale is {scale.dtype}{list(scale.shape)}: must be one real number")

@@ -393,7 +393,7 @@ def sums_us(kernel: Loop, layer: Layer, chip: Any) -> float:
     """Microseconds of the kernel that adds up the rows of tokens, where two cores have computed them: the longer of its
     bundles and of HBM, behind the first block of each core."""
     steps = -(-layer.tokens // 16)
-    # eight tokens a turn; a single step of one turn has no loop
+    # a turn has eight tokens; where one step with one turn does everything, the compiled kernel has no loop
     of_step = sum(step.bundles + 2 * sum(loop.bundles for loop in step.inner) for step in kernel.inner)
     core_us = (kernel.bundles + -(-steps // kernel.cores) * of_step) * 1e6 / chip.clock_hz
     rows_us = layer.tokens * layer.top_k * layer.record_bytes * 1e6 / chip.hbm_bytes_per_s

@@ -155,7 +155,8 @@ class RawNixl:
 
 
 def copy(size: int) -> Operation | None:
-    """One copy at a time inside one process: GPU to GPU over NVLink, or memory to memory; None with a single GPU."""
+    """Returns an operation that copies `size` bytes inside one process, one copy at a time: from GPU to GPU over
+    NVLink, or from memory to memory. None with a single GPU."""
     import jax
 
     devices, host = jax.local_devices(), np.zeros((2, size), np.uint8)

@@ -24,7 +24,7 @@ def wanted() -> bool:
 
 
 def taken() -> bool:
-    """True if XLA has the flags: it reads them once in a process, and that may have been before `use`."""
+    """True if XLA has the flags. It reads them once in a process, which may happen before `use` sets them."""
     options = xla_client.CompileOptions()
     _ = options.executable_build_options.debug_options  # a copy of XLA's flags, a part of the options from now on
     return QUICK.encode() in options.SerializeAsString()

@@ -1,5 +1,5 @@
 """Every test is in exactly one of the selections that the Makefile's targets make, and CI runs every target but one.
-Their programs are compiled in the quick way."""
+Programs of the tests are compiled the quick way."""
 
 import itertools
 import re

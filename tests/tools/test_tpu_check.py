@@ -250,7 +250,8 @@ def test_arguments_that_do_not_go_together(tmp_path, arguments, message):
 
 
 def test_recipes_run_the_check():
-    """The check takes the arguments of each recipe. The hosts of the one for GKE have the chips of its topology."""
+    """The check takes the arguments of every recipe, and the hosts of the recipe for GKE have as many chips as its
+    topology."""
     yaml = pytest.importorskip("yaml")
     recipe, page = (ROOT / name for name in ("tools/tpu_check_gke.yaml", "docs/user/tpu.md"))
     (slices,) = yaml.safe_load(recipe.read_text())["spec"]["replicatedJobs"]

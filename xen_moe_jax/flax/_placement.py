@@ -65,7 +65,8 @@ class _Placement:
 def current_mesh(config: MoEConfig, mesh: Any = None) -> Any:
     """The mesh that a layer would use for its parameters: the given mesh, else that of `jax.set_mesh`, else None.
 
-    Raises ValueError if it lacks an expert axis or the tensor axis.
+    Raises TypeError if `mesh` is no mesh, and ValueError if the mesh lacks an expert axis or the tensor axis, or if the
+    size of the tensor axis does not divide the experts' widths.
     """
     if mesh is None:
         mesh = jax.sharding.get_abstract_mesh()
@@ -205,7 +206,8 @@ def quantized_weights(
 
 
 def _check_input(config: MoEConfig, x: Any, mask: Any, token_ids: Any, topk_idx: Any) -> None:
-    """Raises ValueError or TypeError for arguments of `apply_moe` of a wrong shape or dtype."""
+    """Raises TypeError for an argument of `apply_moe` that is no array, and ValueError or TypeError for a wrong shape
+    or dtype."""
     for name, value in (("x", x), ("mask", mask), ("token_ids", token_ids), ("topk_idx", topk_idx)):
         if not hasattr(value, "dtype") and (value is not None or name == "x"):
             raise TypeError(f"{name} is a {type(value).__name__}: must be an array")

@@ -71,7 +71,8 @@ def plan(src, dst, cast: Mapping[str, Any] | None = None) -> Plan:
     Where several processes of the sender hold the same slice, the process with the fewest bytes to send so far sends
     it.
 
-    Raises `ValueError` where trees, shapes or dtypes do not fit, or no process holds a part that a receiver needs.
+    Raises `ValueError` where trees, shapes or dtypes do not fit, or no process holds a part that a receiver needs;
+    `TypeError` where a leaf has no shape or no dtype, or `cast` is no mapping.
     """
     avals = leaves_by_path(src)
     sources = {path: _holders(leaf, f"src: {path or 'the value'}") for path, leaf in avals.items()}
@@ -106,7 +107,8 @@ def plan(src, dst, cast: Mapping[str, Any] | None = None) -> Plan:
 
 
 def _casts(cast: Mapping[str, Any], paths: list[str]) -> dict[str, tuple[set[str], Any]]:
-    """Returns the matching paths and the dtype of each pattern. Raises ValueError for a pattern that matches none."""
+    """Returns the matching paths and the dtype of each pattern. Raises ValueError for a pattern that matches no path,
+    and TypeError if `cast` is no mapping."""
     if not isinstance(cast, Mapping):
         raise TypeError(f"plan: cast={cast!r}: must be a dictionary of dtypes by patterns of paths")
     found = {}
@@ -124,7 +126,8 @@ def _casts(cast: Mapping[str, Any], paths: list[str]) -> dict[str, tuple[set[str
 
 
 def _holders(leaf: Any, what: str) -> dict[Box, list[int]]:
-    """Returns the distinct boxes of an array, and the processes that hold each. Raises TypeError for what is none."""
+    """Returns the distinct boxes of an array, and the processes that hold each. Raises TypeError, which names the leaf
+    `what`, if it has no shape or no dtype."""
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise TypeError(f"plan: {what} is a {type(leaf).__name__}: must be an array, or a jax.ShapeDtypeStruct")
     sharding = getattr(leaf, "sharding", None)

@@ -75,7 +75,8 @@ def test_pairs_that_exist_are_together_and_ordered_by_depth(pairs, slots, group,
 
 @pytest.mark.parametrize("slots", [6, 7, 14])
 def test_any_number_of_slots_is_lowered(slots):
-    """With 6 and 14 slots rows, peer and address fill whole registers: Mosaic has no empty vectors."""
+    """With 6 and 14 slots, rows, peer and address fill whole registers. Mosaic has no empty vector to fill
+    them up with."""
     given = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((256, slots), (256,), (256,)))
     order = jax.jit(lambda rows, peer, address: order_pairs(rows, peer, address, 16, launch=Launch(1))[1:])
     order.trace(*given).lower(lowering_platforms=("tpu",))

@@ -25,7 +25,7 @@ class Generation:
     """Attributes:
     name: as in TPU topology names.
     vmem_bytes: VMEM of one TensorCore. cores: TensorCores that share a device.
-    multiplies_float8: the matrix units take float8_e4m3fn beside bfloat16.
+    multiplies_float8: the matrix units multiply bfloat16 by float8_e4m3fn; elsewhere fp8 is converted first.
     """
 
     name: str
