@@ -269,16 +269,20 @@ def dense(rows: Any, weights: Any, sizes: Any) -> Any:
 
 
 def best_of(candidates: dict[str, Callable[..., Any]], options: argparse.Namespace) -> Callable[..., Any]:
-    """The candidate that is fastest forward; candidates that do not compile are left out."""
+    """The candidate that is fastest forward; candidates that do not compile are left out. Raises RuntimeError with the
+    last compiler's error if none compiles."""
     import jax
 
     rows, gate, _, sizes = operands(options)
-    compiled, taken = {}, {}
+    compiled, taken, reason = {}, {}, ""
     for name, matmul in candidates.items():
         try:
             compiled[name] = jax.jit(matmul).lower(rows, gate, sizes).compile()
         except Exception as error:  # too much shared memory, a tiling that the kernel does not know
-            print(f"  {name}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+            reason = f"{type(error).__name__}: {str(error)[:200]}"
+            print(f"  {name}: {reason}", file=sys.stderr)
+    if not compiled:
+        raise RuntimeError(f"no tiling of the kernel compiles: {reason}")
     with turns.alone(options.lock):
         for name, program in compiled.items():
             taken[name] = min(turns.queued(program, (rows, gate, sizes), options.inner, options.repeats))

@@ -235,11 +235,11 @@ def test_the_benchmark_checks_and_times(tmp_path):
     """Tiny sizes, on this machine: a candidate that runs has times and small errors, any other has its reason."""
     out = tmp_path / "out.json"
     sizes = "--rows 96 --capacity 128 --hidden 128 --width 32 --experts 3 --inner 1 --repeats 1 --dtype float32"
-    only = ["--only", "padded einsum", "tokamax"]
+    only = ["--only", "padded einsum", "jax mosaic gpu"]  # a kernel of Hopper GPUs
     command = [sys.executable, "-m", "benchmarks", "grouped-matmul", "--json", str(out), *sizes.split(), *only]
     subprocess.run(command, check=True, timeout=300, capture_output=True, cwd=ROOT)
     report = json.loads(out.read_text())
     runs, missing = (report["candidates"][name] for name in only[1:])
     assert max(runs["errors"].values()) < 1e-5 and runs["times"]["experts with gradients"]["median_us"] > 0
-    assert "tokamax" in missing["error"]
+    assert "no tiling of the kernel compiles" in missing["error"] and "times" not in missing
     assert report["shape"]["capacity"] == 128 and report["versions"]["jax"]
