@@ -8,12 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from xen_moe_jax import _active, _mesh
 from xen_moe_jax._config import BACKENDS, DEFAULT_CONFIG, KernelConfig
 from xen_moe_jax._numbers import array as array
-from xen_moe_jax._numbers import as_int
+from xen_moe_jax._numbers import as_int, known_array
 from xen_moe_jax._placement import Placement
 from xen_moe_jax._quantize import QMAX, Wire, parse_wire
 from xen_moe_jax._spec import DROPS, LAYOUTS, Spec, scale_blocks
@@ -366,14 +365,22 @@ def _axis(value: Any, ndim: int, name: str, caller: str, of: str = "x") -> int:
 
 
 def index_groups(groups: Any, sizes: tuple[int, ...], caller: str) -> tuple[tuple[int, ...], ...] | None:
+    """Returns groups of ranks as tuples. Raises TypeError unless `groups` is a sequence of sequences of ints known at
+    trace time, and ValueError unless they are of equal size and name every rank once."""
     if groups is None:
         return None
     total = math.prod(sizes)
-    if not isinstance(groups, list | tuple | np.ndarray) or not all(
-        isinstance(g, list | tuple | np.ndarray) for g in groups
-    ):
-        raise TypeError(f"{caller}: axis_index_groups={groups!r}: must be a list of lists of ranks")
-    groups = tuple(tuple(integer(i, "axis_index_groups", caller, minimum=0) for i in g) for g in groups)
+
+    def entries(sequence: Any) -> list[Any]:
+        # Where a program is traced, the entries of an array of JAX would be traced.
+        known = isinstance(sequence, jax.Array)
+        return list(known_array(sequence, caller, "axis_index_groups") if known else sequence)
+
+    try:
+        rows = [entries(group) for group in entries(groups)]
+    except TypeError:  # it has no entries, or none that are known
+        raise TypeError(f"{caller}: axis_index_groups={groups!r}: must be a list of lists of ranks") from None
+    groups = tuple(tuple(integer(i, "axis_index_groups", caller, minimum=0) for i in row) for row in rows)
     if not groups or len({len(g) for g in groups}) != 1 or sorted(i for g in groups for i in g) != list(range(total)):
         raise ValueError(
             f"{caller}: axis_index_groups={groups!r}: must be groups of equal size that name each of "

@@ -154,6 +154,7 @@ CALLS = {
         ("all_gather", "axis_index_groups", 4, "axis_index_groups=4: must be a list of lists"),
         ("all_to_all", "x", np.array(["a"]), "is a ndarray: must be an array"),
         ("all_to_all", "axis_index_groups", [0, 1, 2, 3], "must be a list of lists"),
+        ("all_to_all", "axis_index_groups", np.array(3), r"axis_index_groups=array\(3\): must be a list of lists"),
         ("ragged_all_to_all", "output", None, "is a NoneType: must be an array"),
         ("ragged_all_to_all", "send_sizes", 2**40, "is a int: must be an array"),
         ("all_gather_matmul", "w", object(), "is a object: must be an array"),
@@ -170,6 +171,21 @@ def test_bad_arguments_of_operations_are_named(mesh4, name, argument, value, wor
     with pytest.raises((TypeError, ValueError), match=rf"{name}: .*{words}"):
         call = lambda: function(**(given | {argument: value}))  # noqa: E731
         jax.eval_shape(jax.shard_map(call, mesh=mesh4, in_specs=(), out_specs=P(), check_vma=False))
+
+
+def test_groups_are_any_sequence_of_sequences(mesh4):
+    """As `jax.lax` takes them."""
+    function, given = CALLS["all_gather"]
+
+    def program(groups):
+        call = lambda: function(**given, axis_index_groups=groups)  # noqa: E731
+        return str(jax.make_jaxpr(jax.shard_map(call, mesh=mesh4, in_specs=(), out_specs=P(), check_vma=False))())
+
+    expected = program([[0, 2], [1, 3]])
+    assert expected != program([[0, 1], [2, 3]])
+    array = np.array([[0, 2], [1, 3]])
+    for groups in ((range(0, 4, 2), range(1, 4, 2)), array, jnp.asarray(array), list(array), list(jnp.asarray(array))):
+        assert program(groups) == expected, groups
 
 
 ROUTING = np.zeros((2, T, K), np.int32)
