@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import reprlib
 from typing import Any
 
 import jax
@@ -43,20 +44,37 @@ def as_bool(value: Any) -> bool | None:
 
 def array(x: Any, caller: str, name: str) -> jax.Array:
     """Returns `x` as a JAX array. Raises TypeError, which names `caller` and the argument `name`, if JAX can make no
-    array of it."""
+    array of it, or none that holds its integers."""
     try:
         return jnp.asarray(x)
-    except (TypeError, ValueError, OverflowError):
-        raise TypeError(f"{caller}: {name} is a {type(x).__name__}: must be an array") from None
+    except OverflowError:
+        held = jnp.iinfo(jnp.asarray(0).dtype)
+        wrong = f"={reprlib.repr(x)}: integers must be in [{held.min}, {held.max}], those of {held.dtype}"
+    except (TypeError, ValueError):
+        wrong = f" is a {type(x).__name__}: must be an array"
+        if isinstance(x, np.ndarray | np.generic):
+            wrong = f" has dtype {x.dtype}: must be an array of numbers or bools"
+    raise TypeError(f"{caller}: {name}{wrong}")
+
+
+def indices(x: Any, caller: str, name: str) -> jax.Array:
+    """Returns `x` as `array` does. Integers of NumPy that int32 does not hold become -1, which names no expert either;
+    JAX would cut them to 32 bits, and 2**32 to expert 0."""
+    if isinstance(x, np.ndarray) and x.dtype.kind in "iu" and x.dtype.itemsize > 4:
+        x = np.where((x >= 0) & (x < 2**31), x.astype(np.int32), np.int32(-1))
+    return array(x, caller, name)
 
 
 def known_array(x: Any, caller: str, name: str) -> np.ndarray:
     """Returns `x` as a NumPy array. Raises TypeError, which names `caller` and the argument `name`, if its values are
-    unknown (it is traced) or NumPy can make no array of it."""
+    unknown (it is traced, was donated or deleted, or has shards on other processes) or NumPy can make no array of
+    it."""
     try:
         return np.asarray(x)
     except (TypeError, ValueError):
         raise TypeError(f"{caller}: {name} is a {type(x).__name__}: must be an array whose values are known") from None
+    except RuntimeError as error:
+        raise TypeError(f"{caller}: {name} must be an array whose values are known: {error}") from error
 
 
 def plain(value: Any) -> Any:

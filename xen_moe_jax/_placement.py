@@ -22,7 +22,7 @@ from xen_moe_jax import _single_ops as ops
 from xen_moe_jax._collective_primitives import ragged_all_to_all_p
 from xen_moe_jax._config import DEFAULT_CONFIG, KernelConfig
 from xen_moe_jax._moe_primitives import transposed_by
-from xen_moe_jax._numbers import array, known_array
+from xen_moe_jax._numbers import array, indices, known_array
 from xen_moe_jax._primitive import batch_done, batch_start, declare
 from xen_moe_jax._types import export_as, pytree
 
@@ -74,9 +74,8 @@ class Placement:
         Raises:
           TypeError: `topk_idx` or `rank` holds no integers or has other dimensions.
         """
-        topk_idx, rank = (
-            array(*a) for a in ((topk_idx, "Placement.route", "topk_idx"), (rank, "Placement.route", "rank"))
-        )
+        topk_idx = indices(topk_idx, "Placement.route", "topk_idx")
+        rank = array(rank, "Placement.route", "rank")
         for name, given, fits in (("topk_idx", topk_idx, topk_idx.ndim > 0), ("rank", rank, rank.ndim == 0)):
             if not fits or not jnp.issubdtype(given.dtype, jnp.integer):
                 wanted = "integers [..., K]" if name == "topk_idx" else "one integer"

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from xen_moe_jax import _mxfp4
+from xen_moe_jax._numbers import array
 from xen_moe_jax._spec import SCALE_BLOCK, scale_blocks
 from xen_moe_jax._types import BlockScaled
 
@@ -206,10 +207,7 @@ def quantize(x: jax.Array, dtype: Any = "float8_e4m3fn", scale_format: str = "fl
     """
     if isinstance(x, BlockScaled):
         raise TypeError("quantize: x is already a BlockScaled; dequantize() it first")
-    try:
-        x = jnp.asarray(x)
-    except (TypeError, ValueError):
-        raise TypeError(f"quantize: x is a {type(x).__name__}: must be an array") from None
+    x = array(x, "quantize", "x")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"quantize: x has dtype {x.dtype}: must be float32, bfloat16 or float16")
     if x.ndim == 0:

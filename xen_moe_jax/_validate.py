@@ -13,6 +13,7 @@ from xen_moe_jax import _active, _mesh
 from xen_moe_jax._config import BACKENDS, DEFAULT_CONFIG, KernelConfig
 from xen_moe_jax._numbers import array as array
 from xen_moe_jax._numbers import as_int, known_array
+from xen_moe_jax._numbers import indices as indices
 from xen_moe_jax._placement import Placement
 from xen_moe_jax._quantize import QMAX, Wire, parse_wire
 from xen_moe_jax._spec import DROPS, LAYOUTS, Spec, scale_blocks
@@ -153,7 +154,7 @@ def routing(
     """Returns both as `[T, K]`, or None for weights that are None. `token_dims`: those of `x`; None if there is no
     `x`.
     """
-    topk_idx = array(topk_idx, caller, "topk_idx")
+    topk_idx = indices(topk_idx, caller, "topk_idx")
     _rank(topk_idx, "[T, K] (tokens, slots), or [..., K]", caller, "topk_idx")
     known_shape(topk_idx, caller, "topk_idx")
     if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
