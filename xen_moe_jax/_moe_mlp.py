@@ -138,8 +138,11 @@ def moe_mlp(
     _check(function)
     if isinstance(x, BlockScaled):
         raise TypeError(f"{CALLER}: x is a BlockScaled: pass the float array, and wire=... to quantize on the wire")
+    x = _validate.array(x, CALLER, "x")
     values, _, _ = _validate.payload(x, CALLER)
-    topk_idx = _validate.array(topk_idx, CALLER, "topk_idx")
+    topk_idx = _validate.indices(topk_idx, CALLER, "topk_idx")
+    if topk_weights is not None:
+        topk_weights = _validate.array(topk_weights, CALLER, "topk_weights")
     for name, given in (("wire", wire), ("combine_wire", combine_wire), ("gradient_wire", gradient_wire)):
         _validate.wire(given, CALLER, name=name)
     num_local = _num_local(num_experts, axis_name, placement)
@@ -196,14 +199,14 @@ def moe_mlp(
             if placement is balance is slots_per_rank is None and len(axis_sizes) == 1:
                 config = config_for_rows(function, values, weights, capacity, config)
             routed = dispatch(x, topk_idx, topk_weights, **routing, **sending, config=config)
-            tokens = None if isinstance(x, BlockScaled) else jnp.asarray(x)
+            tokens = None if isinstance(x, BlockScaled) else x
         else:
             tokens = None
             del sending["wire"], sending["gradient_wire"]
             if num_ranks == 1 and hopper.on_hopper():
                 config = gathered.alone(config)
             way = Way(arriving, gradient_wire, config)
-            routed = dispatch_quantized(jnp.asarray(x), topk_idx, topk_weights, way, **routing, **sending)
+            routed = dispatch_quantized(x, topk_idx, topk_weights, way, **routing, **sending)
         if balance is not None:
             weights = {
                 name: array.master if isinstance(array, Float8Weight) else array for name, array in weights.items()
@@ -356,10 +359,7 @@ def _array(function: ExpertFunction, name: str, array: Any) -> Any:
     if isinstance(array, QuantizedWeight):
         check_format(f"{CALLER}: {name}", array)
         return without_gradient(array)
-    try:
-        array = jnp.asarray(array)
-    except (TypeError, ValueError):
-        raise TypeError(f"{CALLER}: {name} is a {type(array).__name__}: must be an array") from None
+    array = _validate.array(array, CALLER, name)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"{CALLER}: {name} has dtype {array.dtype}: must be floating point")
     return array

@@ -100,6 +100,18 @@ def test_arguments_are_checked_as_a_dispatch_checks_them():
         jax.make_jaxpr(program(KERNEL))(x, factors[..., :1], weights, biases, idx)
 
 
+def test_lists_are_arrays_as_on_other_backends():
+    x, idx, factors, weights, _ = operands()
+    lists = [array[:2].tolist() for array in (x, idx, factors)]
+    mesh = jax.make_mesh((RANKS,), ("ep",), devices=jax.devices()[:RANKS], axis_types=(jax.sharding.AxisType.Auto,))
+
+    def layer(weights):
+        return xm.moe_mlp(*lists, **weights, num_experts=EXPERTS, axis_name="ep", config=KERNEL)
+
+    mapped = jax.shard_map(layer, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    assert "xen_moe_decode_layer" in str(jax.make_jaxpr(mapped)(weights))
+
+
 @pytest.mark.parametrize(("tokens", "top_k", "local"), [(1, 8, 64), (1, 1, 1), (8, 1, 256), (128, 8, 16)])
 def test_every_visit_has_room_for_rows(tokens, top_k, local):
     """Also where far fewer rows come than there are experts."""
