@@ -230,15 +230,15 @@ def sparsemixer_weights(logits: jax.Array, topk_idx: jax.Array, eps: float = 0.0
 
 
 def router_scores(logits: jax.Array, score: str) -> jax.Array:
-    """Returns the softmax or the sigmoid, as `score` says, of float `logits [T, E]`: float32 `[T, E]`, with derivatives
-    that are right to the last digits.
+    """Returns the softmax or the sigmoid, as `score` says, of float `logits [..., E]`: float32 `[..., E]`, with
+    derivatives that are right to the last digits.
 
     JAX's own derivatives multiply `p * (1 - p)`, which loses all digits where `p` is nearly 1.
 
     Raises:
-      ValueError: `score` is unknown, or `logits` have other dimensions. TypeError: `logits` are no floats.
+      ValueError: `score` is unknown, or `logits` have no dimension. TypeError: `logits` are no floats.
     """
-    logits = _check(logits, "router_scores", "logits")
+    logits = _check(logits, "router_scores", "logits", any_tokens=True)
     return _sigmoid(logits) if _check_score(score, "router_scores") == "sigmoid" else softmax(logits)
 
 
@@ -352,10 +352,10 @@ def _over_sum_jvp(primals: Any, tangents: Any) -> Any:
     return _over_sum(parts, rest), tangent / (total * total)
 
 
-def _check(scores: jax.Array, caller: str, name: str) -> jax.Array:
+def _check(scores: jax.Array, caller: str, name: str, any_tokens: bool = False) -> jax.Array:
     scores = _validate.array(scores, caller, name)
-    if scores.ndim != 2:
-        raise ValueError(f"{caller}: {name} has shape {scores.shape}: must be [T, E]")
+    if scores.ndim == 0 if any_tokens else scores.ndim != 2:
+        raise ValueError(f"{caller}: {name} has shape {scores.shape}: must be {'[..., E]' if any_tokens else '[T, E]'}")
     if not jnp.issubdtype(scores.dtype, jnp.floating):
         raise TypeError(f"{caller}: {name} has dtype {scores.dtype}: must be a float dtype")
     return scores.astype(jnp.float32)

@@ -88,5 +88,9 @@ def test_routers_keep_the_dimensions():
         for found, row in zip(*(jax.tree.leaves(call(*a)) for a in ((logits, idx), (flat(logits), flat(idx))))):
             assert found.shape[:-1] == (B, S)
             assert_bits(flat(found), np.asarray(row), "router")
+    for score in xm.routing.SCORES:
+        found, row, one = (xm.routing.router_scores(l, score) for l in (logits, flat(logits), logits[0, 0]))
+        assert_bits(found, np.asarray(row).reshape(B, S, -1), "scores")
+        np.testing.assert_allclose(one, found[0, 0], rtol=1e-6)
     with pytest.raises(ValueError, match=r"chosen_weights: an array has shape \(6, 2\): .*\(2, 3\) of those of logits"):
         xm.routing.chosen_weights(logits, flat(idx))
