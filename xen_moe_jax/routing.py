@@ -44,6 +44,10 @@ def _of_any_tokens[Router: Callable[..., Any]](router: Router) -> Router:
                 )
             return value.reshape(-1, value.shape[-1])
 
+        if "scale" in kwargs:
+            scale = _validate.array(kwargs["scale"], router.__name__, "scale")
+            wide = (*dims, scale.shape[-1]) if scale.ndim > 1 else scale.shape
+            kwargs["scale"] = _broadcast(scale, wide, router.__name__)
         out = router(*map(flat, args), **{name: flat(value) for name, value in kwargs.items()})
         return jax.tree.map(lambda result: result.reshape(*dims, result.shape[-1]), out)
 
@@ -70,7 +74,7 @@ def top_k(
       bias: float `[E]`, added to the scores for the choice only, never to the weights. An expert whose bias is -inf (a
         pruned expert) is never chosen.
       normalize: divide the chosen weights by their sum; default only for sigmoid scores, as in DeepSeek-V3.
-      scale: one real number, which multiplies the weights; it may be traced.
+      scale: multiplies the weights: one real number, or an array that broadcasts to them; it may be traced.
 
     Returns:
       `topk_idx int32 [T, k]`, best first, ties to the lower expert; `topk_weights float32 [T, k]` as `chosen_weights`
@@ -80,7 +84,8 @@ def top_k(
     k = _check_int(k, "k", "top_k", logits.shape[1], "E")
     choice = _choice(logits, _check_score(score, "top_k"), bias, "top_k", whole=True)
     topk_idx = _best(choice, k)
-    return topk_idx, chosen_weights(logits, topk_idx, score=score, normalize=normalize, scale=scale)
+    factor = _check_scale(scale, topk_idx.shape, "top_k")
+    return topk_idx, chosen_weights(logits, topk_idx, score=score, normalize=normalize, scale=factor)
 
 
 @_of_any_tokens
@@ -108,7 +113,7 @@ def group_limited_top_k(
       num_groups, topk_groups: groups of consecutive experts, and how many of them a token may use.
       bias: float `[E]`, added for the choice only (auxiliary-loss-free balancing). An expert whose bias is -inf (a
         pruned expert) is never chosen; a group with fewer than `group_best` experts left has the sum of theirs.
-      normalize: divide the chosen scores by their sum. scale: one real number, which multiplies the weights.
+      normalize: divide the chosen scores by their sum. scale: as in `top_k`.
       score: None where `scores` are scores; "softmax" or "sigmoid" where they are logits. With logits, weights and
         gradients are right where scores leave the range of their dtype: float16 scores below 1.5e-5 have a gradient
         beyond float16.
@@ -120,9 +125,10 @@ def group_limited_top_k(
       groups can be chosen, the last slots are unused: -1 with weight 0.
     """
     caller = "group_limited_top_k"
-    given, factor = _check(scores, caller, "scores"), _check_scale(scale, caller)
+    given = _check(scores, caller, "scores")
     num_experts = given.shape[-1]
     k = _check_int(k, "k", caller, num_experts, "E")
+    factor = _check_scale(scale, (given.shape[0], k), caller)
     num_groups = _check_int(num_groups, "num_groups", caller, num_experts, "E")
     if num_experts % num_groups:
         raise ValueError(f"{caller}: num_groups={num_groups}: must divide the {num_experts} experts")
@@ -148,7 +154,7 @@ def group_limited_top_k(
     topk_idx = _best(choice, k)
     if score is None:
         return topk_idx, _weights_of_scores(given, topk_idx, normalize) * factor
-    return topk_idx, chosen_weights(given, topk_idx, score=score, normalize=normalize, scale=scale)
+    return topk_idx, chosen_weights(given, topk_idx, score=score, normalize=normalize, scale=factor)
 
 
 @_of_any_tokens
@@ -178,11 +184,12 @@ def chosen_weights(
       float32 `[T, K]`; 0 for unused slots.
     """
     caller = "chosen_weights"
-    logits, factor = _check(logits, caller, "logits"), _check_scale(scale, caller)
+    logits = _check(logits, caller, "logits")
     _check_score(score, caller)
     topk_idx, _ = _validate.routing(topk_idx, None, logits.shape[:-1], caller)
     _validate.names_every_expert(topk_idx, logits.shape[1], caller)
     topk_idx = _layout.sanitize(topk_idx, logits.shape[1])
+    factor = _check_scale(scale, topk_idx.shape, caller)
     normalize = score == "sigmoid" if normalize is None else normalize
     if _check_number(min_sum, "min_sum", caller) and not (normalize and score == "softmax"):
         raise ValueError(
@@ -367,12 +374,23 @@ def _check_score(score: Any, caller: str) -> str:
     return score
 
 
-def _check_scale(scale: Any, caller: str) -> jax.Array:
-    """Returns `scale` as a float32 array without dimensions. Raises TypeError unless it is one real number."""
+def _check_scale(scale: Any, weights: tuple[int, ...], caller: str) -> jax.Array:
+    """Returns `scale` as a float32 array. Raises TypeError unless it holds real numbers, and ValueError unless it
+    broadcasts to the shape `weights`."""
     scale = _validate.array(scale, caller, "scale")
-    if scale.ndim or not jnp.issubdtype(scale.dtype, jnp.floating) and not jnp.issubdtype(scale.dtype, jnp.integer):
-        raise TypeError(f"{caller}: scale is {scale.dtype}{list(scale.shape)}: must be one real number")
+    if not jnp.issubdtype(scale.dtype, jnp.floating) and not jnp.issubdtype(scale.dtype, jnp.integer):
+        raise TypeError(f"{caller}: scale has dtype {scale.dtype}: must be real numbers")
+    _broadcast(scale, weights, caller)
     return scale.astype(jnp.float32)
+
+
+def _broadcast(scale: jax.Array, shape: tuple[int, ...], caller: str) -> jax.Array:
+    try:
+        return jnp.broadcast_to(scale, shape)
+    except ValueError:
+        raise ValueError(
+            f"{caller}: scale has shape {scale.shape}: must be one number, or an array that broadcasts to {shape}"
+        ) from None
 
 
 def _check_int(value: Any, name: str, caller: str, most: int, meaning: str) -> int:

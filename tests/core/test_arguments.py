@@ -216,7 +216,10 @@ MODEL = {"num_tokens": T, "hidden": H, "num_ranks": 2, "num_experts": E, "top_k"
         (lambda p: xm.Links(fast=-1.0), "Links.fast=-1.0: must be a number > 0"),
         (lambda p: xm.Links(hop=(1.0, float("nan"))), "Links.hop=.*: must be two numbers"),
         (lambda p: xm.routing.router_scores(jnp.ones((T, E)), "relu"), "router_scores: score='relu': must be one of"),
-        (lambda p: xm.routing.top_k(jnp.ones((T, E)), 2, scale="1"), "scale is a str: must be an array"),
+        (lambda p: xm.routing.top_k(jnp.ones((T, E)), 2, scale="1"), "top_k: scale is a str: must be an array"),
+        (lambda p: xm.routing.top_k(jnp.ones((T, E)), 2, scale=True), "top_k: scale has dtype bool: must be real"),
+        (lambda p: xm.routing.top_k(jnp.ones((T, E)), 2, scale=np.ones(3)), r"top_k: scale has .*\(8, 2\)"),
+        (lambda p: xm.routing.top_k(jnp.ones((2, 4, E)), 2, scale=np.ones((3, 1))), r"top_k: scale has .*\(2, 4, 1\)"),
     ],
 )  # fmt: skip
 def test_bad_arguments_outside_operations_are_named(call, words):

@@ -88,6 +88,11 @@ def test_routers_keep_the_dimensions():
         for found, row in zip(*(jax.tree.leaves(call(*a)) for a in ((logits, idx), (flat(logits), flat(idx))))):
             assert found.shape[:-1] == (B, S)
             assert_bits(flat(found), np.asarray(row), "router")
+    for shape in ((), (K,), (1, 1), (S, 1), (B, 1, K), (B, S, 1)):
+        scale = rng.random(shape).astype(np.float32)
+        for router in (xm.routing.top_k, xm.routing.group_limited_top_k):
+            found = router(logits, K, scale=scale)[1]
+            np.testing.assert_allclose(found, router(logits, K)[1] * scale, rtol=1e-6)
     for score in xm.routing.SCORES:
         found, row, one = (xm.routing.router_scores(l, score) for l in (logits, flat(logits), logits[0, 0]))
         assert_bits(found, np.asarray(row).reshape(B, S, -1), "scores")
