@@ -77,6 +77,14 @@ def known_array(x: Any, caller: str, name: str) -> np.ndarray:
         raise TypeError(f"{caller}: {name} must be an array whose values are known: {error}") from error
 
 
+def entries(sequence: Any) -> list[Any]:
+    """Returns the entries of a sequence or of an array. Raises TypeError if it has none, or is traced.
+
+    Those of a JAX array come from NumPy: where a program is traced, they would be traced.
+    """
+    return list(known_array(sequence, "entries", "the array") if isinstance(sequence, jax.Array) else sequence)
+
+
 def plain(value: Any) -> Any:
     """Returns a number of NumPy, or in an array without dimensions, as Python's own; returns anything else unchanged.
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xen_moe_jax import _exact, _home_sums, _validate
-from xen_moe_jax._numbers import as_float, known_array
+from xen_moe_jax._numbers import as_float, entries, known_array
 from xen_moe_jax._placement import Placement
 from xen_moe_jax._quantize import parse_wire
 
@@ -34,8 +34,8 @@ SMALL_BATCH = 512
 class Links:
     """Speed of the links between the ranks. Bandwidths in bytes a second, one way, of one rank; times in seconds.
 
-    Raises ValueError unless rates are numbers above zero, times and `lent_rows` numbers of at least zero, and pairs
-    tuples.
+    Pairs are sequences of two numbers, and are kept as tuples. Raises ValueError unless rates are numbers above zero,
+    and times and `lent_rows` numbers of at least zero.
 
     Attributes:
       fast, fast_small: bandwidth inside a node, for large batches and for batches up to `SMALL_BATCH` tokens a rank.
@@ -79,12 +79,15 @@ class Links:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             pair = isinstance(field.default, tuple)
-            numbers = [as_float(v) for v in (value if isinstance(value, tuple) and len(value) == 2 else ())]
-            numbers = numbers if pair else [as_float(value)]
+            try:
+                numbers = [as_float(v) for v in (entries(value) if pair else [value])]
+            except TypeError:
+                numbers = []
             rate = field.name in ("fast", "fast_small", "memory", "slow", "flops", "lent")
-            if not numbers or any(n is None or n < 0 or (rate and n == 0) for n in numbers):
+            if len(numbers) != 1 + pair or any(n is None or n < 0 or (rate and n == 0) for n in numbers):
                 wanted = "two numbers of seconds >= 0" if pair else "a number > 0" if rate else "a number >= 0"
                 raise ValueError(f"Links.{field.name}={value!r}: must be {wanted}")
+            object.__setattr__(self, field.name, tuple(numbers) if pair else numbers[0])
 
 
 H200 = Links()

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from xen_moe_jax import _active, _mesh
 from xen_moe_jax._config import BACKENDS, DEFAULT_CONFIG, KernelConfig
 from xen_moe_jax._numbers import array as array
-from xen_moe_jax._numbers import as_int, known_array
+from xen_moe_jax._numbers import as_int, entries
 from xen_moe_jax._numbers import indices as indices
 from xen_moe_jax._placement import Placement
 from xen_moe_jax._quantize import QMAX, Wire, parse_wire
@@ -371,12 +371,6 @@ def index_groups(groups: Any, sizes: tuple[int, ...], caller: str) -> tuple[tupl
     if groups is None:
         return None
     total = math.prod(sizes)
-
-    def entries(sequence: Any) -> list[Any]:
-        # Where a program is traced, the entries of an array of JAX would be traced.
-        known = isinstance(sequence, jax.Array)
-        return list(known_array(sequence, caller, "axis_index_groups") if known else sequence)
-
     try:
         rows = [entries(group) for group in entries(groups)]
     except TypeError:  # it has no entries, or none that are known

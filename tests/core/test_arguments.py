@@ -215,6 +215,8 @@ MODEL = {"num_tokens": T, "hidden": H, "num_ranks": 2, "num_experts": E, "top_k"
         (lambda p: xm.perf_model("combine", **MODEL, intermediate=4), "intermediate=4.* operation='balance'"),
         (lambda p: xm.Links(fast=-1.0), "Links.fast=-1.0: must be a number > 0"),
         (lambda p: xm.Links(hop=(1.0, float("nan"))), "Links.hop=.*: must be two numbers"),
+        (lambda p: xm.Links(hop=[1.0, 2.0, 3.0]), "Links.hop=.*: must be two numbers"),
+        (lambda p: xm.Links(hop=1.0), "Links.hop=1.0: must be two numbers"),
         (lambda p: xm.routing.router_scores(jnp.ones((T, E)), "relu"), "router_scores: score='relu': must be one of"),
         (lambda p: xm.routing.top_k(jnp.ones((T, E)), 2, scale="1"), "top_k: scale is a str: must be an array"),
         (lambda p: xm.routing.top_k(jnp.ones((T, E)), 2, scale=True), "top_k: scale has dtype bool: must be real"),
@@ -230,6 +232,12 @@ def test_bad_arguments_outside_operations_are_named(call, words):
 def test_a_buffer_has_an_axis_once(mesh4):
     with pytest.raises(ValueError, match=r"Buffer: axis_name=\('ep', 'ep'\): must be .* two different names"):
         xm.Buffer(mesh4, ("ep", "ep"), num_tokens=T, hidden=H)
+
+
+@pytest.mark.parametrize("kind", [list, np.array, jnp.array])
+def test_pairs_of_links_are_any_sequence_of_two_numbers(kind):
+    found = xm.Links(fast=kind(2.0) if kind is not list else 2, hop=kind([0.25, 0.5]))
+    assert found == xm.Links(fast=2.0, hop=(0.25, 0.5)) and len({found, xm.Links(fast=2.0, hop=(0.25, 0.5))}) == 1
 
 
 def test_routes_of_no_tokens_and_unsigned_routings():
