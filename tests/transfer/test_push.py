@@ -192,6 +192,8 @@ def test_contents_differ_by_seed():
     [
         ({"src": {"w": 1.0}}, "src: w is a float: must be an array"),
         ({"dst": "weights"}, "dst: the value is a str: must be an array"),
+        ({"dst": [np.ones(2), xt.Layout("a", "w", ())]}, r"dst: .*1.* is the Layout of 'a' in a tree of other values"),
+        ({"dst": {"w": xt.Layout("a", "w", ())}}, "dst: w is the Layout of 'a'.* a list of Layouts alone"),
         ({"cast": ["bfloat16"]}, r"cast=\['bfloat16'\]: must be a dictionary"),
     ],
 )

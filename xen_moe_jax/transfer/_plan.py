@@ -72,7 +72,7 @@ def plan(src, dst, cast: Mapping[str, Any] | None = None) -> Plan:
     it.
 
     Raises `ValueError` where trees, shapes or dtypes do not fit, or no process holds a part that a receiver needs;
-    `TypeError` where a leaf has no shape or no dtype, or `cast` is no mapping.
+    `TypeError` where a leaf has no shape or no dtype, `dst` mixes Layouts with arrays, or `cast` is no mapping.
     """
     avals = leaves_by_path(src)
     sources = {path: _holders(leaf, f"src: {path or 'the value'}") for path, leaf in avals.items()}
@@ -151,6 +151,11 @@ def _layouts(dst) -> list[Layout]:
         return list(dst)
     leaves = []
     for path, leaf in leaves_by_path(dst).items():
+        if isinstance(leaf, Layout):
+            raise TypeError(
+                f"plan: dst: {path} is the Layout of {leaf.owner!r} in a tree of other values: pass a Layout, a list "
+                "of Layouts alone, or a tree of arrays"
+            )
         boxes = _holders(leaf, f"dst: {path or 'the value'}")
         leaves.append(Leaf.of_boxes(path, tuple(leaf.shape), np.dtype(leaf.dtype), list(boxes)))
     return [Layout("", "", tuple(leaves))]
