@@ -2,8 +2,6 @@
 
 import os
 
-from jax._src.lib import xla_client  # noqa: TID251  the library imports nothing of it
-
 QUICK = "xla_cpu_disable_new_fusion_emitters"
 FLAGS = f"--xla_cpu_parallel_codegen_split_count=1 --xla_backend_extra_options={QUICK}"
 """Loops straight to LLVM's language, without MLIR between: half of the suite's time with jax 0.11. The jaxlib of
@@ -25,6 +23,9 @@ def wanted() -> bool:
 
 def taken() -> bool:
     """True if XLA has the flags. It reads them once in a process, which may happen before `use` sets them."""
+    # Only here: programs import this module before they set variables that JAX reads when it is imported.
+    from jax._src.lib import xla_client  # noqa: TID251  the library imports nothing of it
+
     options = xla_client.CompileOptions()
     _ = options.executable_build_options.debug_options  # a copy of XLA's flags, a part of the options from now on
     return QUICK.encode() in options.SerializeAsString()

@@ -3,6 +3,8 @@ Programs of the tests are compiled the quick way."""
 
 import itertools
 import re
+import subprocess
+import sys
 
 import pytest
 from _pytest.mark.expression import Expression
@@ -86,3 +88,9 @@ def test_programs_of_the_targets_are_compiled_the_quick_way(request):
     if "not optimized" not in request.config.option.markexpr or not quick_compiler.wanted():
         pytest.skip("the marks do not say that no program is `optimized`, or the programs are for another platform")
     assert quick_compiler.taken(), "XLA read its flags before tests/conftest.py set them"
+
+
+def test_programs_can_set_variables_before_jax_reads_them():
+    """Programs of the tests import these modules first; JAX reads JAX_PLATFORMS and others when it is imported."""
+    program = "import sys, tests.elastic.serve_chaos, tests.support.quick_compiler; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, cwd=ROOT)
