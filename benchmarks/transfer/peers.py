@@ -154,16 +154,14 @@ class RawNixl:
         return operation
 
 
-def copy(size: int) -> Operation | None:
+def copy(size: int) -> Operation:
     """Returns an operation that copies `size` bytes inside one process, one copy at a time: from GPU to GPU over
-    NVLink, or from memory to memory. None with a single GPU."""
+    NVLink, or from memory to memory."""
     import jax
 
     devices, host = jax.local_devices(), np.zeros((2, size), np.uint8)
     if devices[0].platform == "cpu":
         return _host_copy(host)
-    if len(devices) < 2:
-        return None
     return _driver_copy(*(jax.block_until_ready(jax.device_put(host[0], device)) for device in devices[:2]))
 
 
@@ -199,8 +197,12 @@ def _driver_copy(source: Any, destination: Any) -> Operation:
 
 def left_out(peer: str, chosen: str) -> str | None:
     """Returns the reason why a peer is not measured, or None; `chosen` are the names in `--peers`."""
+    import jax
+
     if chosen != "all" and peer not in (name.strip() for name in chosen.split(",")):
         return f"--peers {chosen}"
     if peer == RAW_UCX and _compiled_loop() is None:
         return "no C compiler (cc) to build its loop with"
+    if peer == COPY and jax.default_backend() == "gpu" and len(jax.local_devices()) < 2:
+        return "a single GPU"
     return unavailable("nixl") if peer == RAW_NIXL else None

@@ -183,6 +183,21 @@ def measure_by_turns(
         check()
 
 
+def measure_copies(table: list[Cell], not_measured: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Rows of the copy in one process, of single writes. The reason is in `not_measured` where it ends early."""
+    if COPY in not_measured:
+        return
+    for cell in table:
+        if cell[0] != "sizes" or cell[2:] != (1, 1):
+            continue
+        try:
+            seconds = time_in_turns({COPY: transfer_peers.copy(cell[1])}, 1)[COPY]
+        except Exception as error:  # It comes last: what it raises must not lose the figures before it.
+            not_measured[COPY] = f"{type(error).__name__}: {error}"
+            return
+        yield row(COPY, *cell, seconds)
+
+
 def describe(document: dict[str, Any]) -> str:
     """The tables: microseconds (p50 / p99), GB/s, and this package's part of the best raw peer's rate."""
     from benchmarks.lib import report
@@ -255,15 +270,13 @@ def main(options: argparse.Namespace, arguments: list[str]) -> int:
             document["results"].append(result)
             report.progress(f"{result['peer']}: {result['bytes']:,} x {result['batch']} x {result['concurrency']}")
             keep()
-        for cell in table if COPY not in document["not_measured"] else ():
-            if cell[0] == "sizes" and cell[2:] == (1, 1) and (operation := transfer_peers.copy(cell[1])) is not None:
-                document["results"].append(row(COPY, *cell, time_in_turns({COPY: operation}, 1)[COPY]))
-                report.progress(f"{COPY}: {cell[1]:,}")
-        keep()
-    finally:
+        for result in measure_copies(table, document["not_measured"]):
+            document["results"].append(result)
+            report.progress(f"{COPY}: {result['bytes']:,}")
+    finally:  # what was measured before an error is shown, too
         target.end()
-    print(describe(document))
-    keep()
+        keep()
+        print(describe(document))
     if options.plot:
         write_plot(options.plot, document)
     return 0

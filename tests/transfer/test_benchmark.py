@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import numpy as np
 
 from benchmarks.transfer import writes
@@ -29,6 +30,20 @@ def test_the_command(tmp_path):
     assert cells == {(kind, *rest) for kind, *rest in writes.cells([2048])}
     assert all(result["p99_us"] >= result["p50_us"] > 0 for result in document["results"])
     assert document["not_measured"]["raw NIXL"] == "--peers raw UCX" and "raw UCX" in done.stdout
+
+
+def test_a_copy_that_fails_keeps_the_figures(monkeypatch):
+    copy, not_measured = writes.transfer_peers.copy, {}
+    monkeypatch.setattr(writes.transfer_peers, "copy", lambda size: copy(size) if size < 4096 else {}[size])
+    rows = list(writes.measure_copies(writes.cells([2048, 4096, 8192]), not_measured))
+    assert [row["bytes"] for row in rows] == [2048] and not_measured == {writes.COPY: "KeyError: 4096"}
+
+
+def test_one_gpu_has_no_copy(monkeypatch):
+    assert writes.transfer_peers.left_out(writes.COPY, "all") is None
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [None])
+    assert writes.transfer_peers.left_out(writes.COPY, "all") == "a single GPU"
 
 
 def test_turns_are_taken_by_all():
