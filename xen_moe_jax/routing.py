@@ -62,7 +62,7 @@ def top_k(
     score: str = "softmax",
     bias: jax.Array | None = None,
     normalize: bool | None = None,
-    scale: float = 1.0,
+    scale: float | jax.Array = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
     """The `k` best experts of each token and their weights.
 
@@ -97,7 +97,7 @@ def group_limited_top_k(
     topk_groups: int = 4,
     bias: jax.Array | None = None,
     normalize: bool = True,
-    scale: float = 1.0,
+    scale: float | jax.Array = 1.0,
     score: str | None = None,
     group_best: int = 2,
 ) -> tuple[jax.Array, jax.Array]:
@@ -164,7 +164,7 @@ def chosen_weights(
     *,
     score: str = "softmax",
     normalize: bool | None = None,
-    scale: float = 1.0,
+    scale: float | jax.Array = 1.0,
     min_sum: float = 0.0,
 ) -> jax.Array:
     """Router weights of experts that are chosen already: by `top_k`, by a hash, or by a rollout that is replayed.
