@@ -332,8 +332,7 @@ struct BlockScales {
 // Returns i where 8 << i rows (8, 16, 32 or 64) are loaded and multiplied for a tile of `count` rows.
 __device__ __forceinline__ int RowWidth(int count) { return count <= 8 ? 0 : count <= 16 ? 1 : count <= 32 ? 2 : 3; }
 
-// Brings row `row` of the float scales of a tile's columns to the L2 cache, before `BlockScales` reads them some stages
-// later.
+// Brings row `row` of the scales of a tile's columns to the L2 cache, stages before `BlockScales` reads them.
 __device__ __forceinline__ void PrefetchScales(const QuantizedRowsParams& p, const Tile& tile, int row) {
   const auto* scales = static_cast<const float*>(p.matrices[tile.matrix].scales) +
                        (static_cast<int64_t>(tile.group) * p.scale_rows + row) * p.scale_columns;
@@ -354,10 +353,8 @@ __device__ __forceinline__ void Load(const QuantizedRowsParams& p, const Maps& m
     const uint32_t barrier = ring.loaded + 8 * slot.index, stage = ring.stages + slot.index * S::kStageBytes;
     ExpectBytes(barrier, 2 * row_bytes + S::kWeightBytes + S::kScaleBytes);
     const int byte_row = S::kFp4 ? depth / 2 : depth;
-    if constexpr (!S::kFp4) {  // the rows of scales that begin in this stage
-      for (; scale_row * p.block_rows < min(depth + kStageDepth, p.depth); ++scale_row)
-        PrefetchScales(p, tile, scale_row);
-    }
+    const int end = S::kFp4 ? 0 : min(depth + kStageDepth, p.depth);  // rows of scales that begin in this stage
+    for (; scale_row * p.block_rows < end; ++scale_row) PrefetchScales(p, tile, scale_row);
 #pragma unroll
     for (int at = 0; at < kColumns; at += kAtom) {
       LoadBox(stage + S::kRowBytes + at * S::kByteRows, &maps.values[tile.matrix], barrier, tile.column + at, byte_row,
@@ -647,8 +644,7 @@ int FindHopper(int* device, bool* hopper) {
   return cudaSuccess;
 }
 
-// Launches the kernel of a format, with a block for each multiprocessor; where `p.claimed` is true or there are fewer
-// tiles, with a block for each tile. Returns a cudaError_t.
+// Launches a block for each multiprocessor, or for each tile if `p.claimed` or tiles are fewer. Returns a cudaError_t.
 template <WeightFormat kFormat>
 int LaunchFormat(const QuantizedRowsParams& p, int multiprocessors, cudaStream_t stream) {
   using S = Shape<kFormat>;
