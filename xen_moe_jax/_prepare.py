@@ -331,6 +331,6 @@ def _make_spec(
                 "keeps, or None for the worst case",
                 stacklevel=4,
             )
-    _validate.row_limit(capacity, "capacity" if alignment == 1 else f"alignment={alignment}, capacity", caller)
+    _validate.row_limit(capacity, alignment, caller)
     token_dims = token_dims if len(token_dims) > 1 else ()
     return Spec(names, sizes, num_experts, num_tokens, top_k, layout, capacity, alignment, token_dims)

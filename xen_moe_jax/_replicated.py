@@ -164,6 +164,6 @@ def _spec(
     capacity = worst_case_capacity(
         layout=layout, num_ranks=1, num_tokens=num_tokens, top_k=top_k, num_experts=num_local, alignment=alignment
     )
-    _validate.row_limit(capacity, "capacity" if alignment == 1 else f"alignment={alignment}, capacity", caller)
+    _validate.row_limit(capacity, alignment, caller)
     token_dims = token_dims if len(token_dims) > 1 else ()
     return Spec(names, (1,) * len(names), num_local, num_tokens, top_k, layout, capacity, alignment, token_dims)

@@ -328,10 +328,13 @@ def _handle_arrays(value: Handle, caller: str) -> dict[str, Any]:
     return arrays
 
 
-def row_limit(count: int, name: str, caller: str) -> int:
-    if count >= 2**31:
-        raise ValueError(f"{caller}: {name}={count}: row numbers are int32, so it must be below 2**31; pass a capacity")
-    return count
+def row_limit(capacity: int, alignment: int, caller: str) -> None:
+    """Raises ValueError, which names the alignment where it may be the cause, if a buffer has rows without a number."""
+    if capacity >= 2**31:
+        aligned = "" if alignment == 1 else f"alignment={alignment}, "
+        raise ValueError(
+            f"{caller}: {aligned}capacity={capacity}: row numbers are int32, so it must be below 2**31; pass a capacity"
+        )
 
 
 def axis_numbers(x: jax.Array, split_axis: Any, concat_axis: Any, size: int, tiled: bool, caller: str):

@@ -187,13 +187,14 @@ def matmul_kernels(text: str) -> dict[str, int]:
 def in_flight(text: str) -> dict[str, float]:
     """Returns which kernels run between a start and the done behind it in a scheduled program: the part of all calls of
     each kernel, by its name."""
-    steps = re.findall(r"%(xen_moe_[a-z_]+)(?:\.\w+)* = [^\n]*tpu_custom_call", text[text.index("ENTRY") :])
+    calls = re.compile(r"%(xen_moe_[a-z_]+)(?:\.\w+)* = [^\n]*tpu_custom_call")
+    steps = calls.findall(text[text.index("ENTRY") :])
     between: list[str] = []
     while "xen_moe_start" in steps:
         steps = steps[steps.index("xen_moe_start") :]
         between += steps[1 : steps.index("xen_moe_done")]
         steps = steps[steps.index("xen_moe_done") :]
-    every = re.findall(r"%(xen_moe_[a-z_]+)(?:\.\w+)* = [^\n]*tpu_custom_call", text)
+    every = calls.findall(text)
     return {name: count / every.count(name) for name, count in collections.Counter(between).items()}
 
 

@@ -29,6 +29,7 @@ from xen_moe_jax._jax_internals import varying_axes
 from xen_moe_jax._placement import NOWHERE, between_ranks, move_done_p, move_start_p
 from xen_moe_jax._primitive import declare_composite
 from xen_moe_jax._types import Handle, pytree
+from xen_moe_jax.backends.cuda.call import apart
 from xen_moe_jax.pallas_kernels.hopper.rows import Into
 
 AT_ONCE = 2
@@ -282,10 +283,10 @@ def by_slots(
 
 def _into(*operands: Any, kernel: Any, tree: Any, **_: Any) -> tuple[Any, ...]:
     """Returns the arrays after `kernel` has written its rows into them: the leaves of the last operand."""
-    # In a loop over a batch, such as `vmap` makes, XLA would fuse slices of the batch with the kernel. The fusion would
-    # lose that the kernel's result shares its memory with an operand, whose other rows belong to the result, too.
-    *given, first_row, outs = jax.tree.unflatten(tree, lax.optimization_barrier(operands))
-    return tuple(lax.optimization_barrier(tuple(kernel(*given, into=Into(outs, first_row)))))
+    # The kernel's result shares its memory with an operand, whose other rows belong to the result, too. In a loop over
+    # a batch, such as `vmap` makes, slices of the batch must stay apart from the kernel.
+    *given, first_row, outs = jax.tree.unflatten(tree, apart(*operands))
+    return tuple(apart(*kernel(*given, into=Into(outs, first_row))))
 
 
 def _shapes_into(*operands: Any, tree: Any, **_: Any) -> list[Any]:
