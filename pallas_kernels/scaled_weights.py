@@ -3,10 +3,11 @@
 The matrix units of v5e and of later chips multiply bfloat16 by fp8. Other weights of one byte are converted before the
 matrix units get them: fp8 on v4 and beside float32 rows, and int8. A value of fp8 or int8 is exact in bfloat16, so a
 slab's product is that of its values. On v5e, v5p and v6e a NaN in fp8 weights counts as 480, because the matrix units'
-own fp8 has a number in the place of the NaN. Scales of
-blocks multiply the sums of `BLOCK` products, since a block is at least so many rows high; scales of channels multiply
-the whole sum once. That is the product with widened weights but for the rounding of each widened weight, which this
-kernel does not make: both are equal where scales are powers of two. Scaling sums takes far fewer operations than
+own fp8 has a number in the place of the NaN.
+
+Scales of blocks multiply the sums of `BLOCK` products, since a block is at least so many rows high; scales of channels
+multiply the whole sum once. That is the product with widened weights but for the rounding of each widened weight, which
+this kernel does not make: both are equal where scales are powers of two. Scaling sums takes far fewer operations than
 scaling weights: an expert has 16 to 64 rows here, and a block 128.
 """
 

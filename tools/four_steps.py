@@ -74,7 +74,7 @@ def native(context: Any, name: str, *arguments: str) -> list[str]:
 
 
 def kernels_alone(context: Any) -> Commands:
-    """Kernels without JAX, in CUDA graphs: small batches, then 4096 tokens."""
+    """Returns the commands that time kernels without JAX, in CUDA graphs: small batches, then 4096 tokens."""
     return [native(context, "kernel_times", str(context.out / "kernels.json"))]
 
 

@@ -365,7 +365,7 @@ def pieces(sizes: tuple[int, ...], grid: tpu_bundles.Grid) -> tuple[int, dict[in
 
 
 def _longest(experts: tuple[int, ...], grid: tpu_bundles.Grid) -> int:
-    """Products of the longest piece of a call's steps."""
+    """Returns the products of the longest piece of a call's steps."""
     return grid.products // grid.piece * max(pieces(experts, grid)[1], default=grid.piece)
 
 

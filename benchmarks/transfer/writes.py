@@ -184,7 +184,7 @@ def measure_by_turns(
 
 
 def measure_copies(table: list[Cell], not_measured: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """Rows of the copy in one process, of single writes. The reason is in `not_measured` where it ends early."""
+    """Yields rows of single writes, as a copy in one process. Puts the reason into `not_measured` if it ends early."""
     if COPY in not_measured:
         return
     for cell in table:

@@ -174,7 +174,7 @@ def test_bad_arguments_of_operations_are_named(mesh4, name, argument, value, wor
 
 
 def test_groups_are_any_sequence_of_sequences(mesh4):
-    """As `jax.lax` takes them."""
+    """A drop-in takes every sequence of sequences that `jax.lax` takes as groups."""
     function, given = CALLS["all_gather"]
 
     def program(groups):
@@ -189,7 +189,7 @@ def test_groups_are_any_sequence_of_sequences(mesh4):
 
 
 def deleted(array):
-    """An array whose values JAX refuses with the kind of error that it has for shards on other processes."""
+    """JAX refuses the values of a deleted array with the kind of error that it has for shards on other processes."""
     array = jnp.asarray(array)
     array.delete()
     return array

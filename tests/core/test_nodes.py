@@ -117,7 +117,8 @@ def test_memory_is_asked_for_nodes_of_equal_size(given):
     ids=str,
 )
 def test_neighbours_share_a_node(group, per_node, words, monkeypatch):
-    """(dp=4, ep=2) and (ep=2, dp=4) over four nodes of two processes, and axes of four ranks; one GPU a process."""
+    """Meshes are (dp=4, ep=2) and (ep=2, dp=4) over four nodes of two processes, and axes of four ranks; a process has
+    one GPU."""
     monkeypatch.setattr(processes, "_domain", 2)
     with contextlib.nullcontext() if words is None else pytest.raises(ValueError, match=words):
         processes.check_neighbours(np.array(group), per_node)

@@ -309,7 +309,8 @@ def test_a_buffer_serves_what_fits_and_refuses_more_with_both_numbers(memory):
 
 @pytest.mark.parametrize("before", [False, True])
 def test_an_operation_without_flags_leaves_a_buffer_whole(memory, before):
-    """As the operations of a rank alone (cuda_kernels/core/alone.h), before the buffer is opened or after that."""
+    """A buffer stays whole where the operations before it ask for no flags, as those of a rank alone do
+    (cuda_kernels/core/alone.h), whether they come before the buffer is opened or after that."""
     alone, small = (0, 256, 0), (256, LARGE[1], 0)
     workspace = memory.workspace([0], 1, 0)
     if before:

@@ -250,7 +250,7 @@ def test_quantized_bits(name):
 
 
 def test_tiles_that_are_claimed_have_the_same_bits():
-    """The backward pass of the activation beside a pending operation, whose thread blocks keep multiprocessors."""
+    """The activation's backward pass runs so beside a pending operation, whose thread blocks keep multiprocessors."""
     sizes, width = (300, 0, 77, 1, 130), 384
     keys = jax.random.split(jax.random.key(4), 4)
     by, gate, up = (jax.random.normal(key, (sum(sizes), width), jnp.bfloat16) for key in keys[:3])

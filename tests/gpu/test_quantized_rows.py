@@ -85,7 +85,7 @@ def test_bits_of_the_widened_weights(name):
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "MXFP4"])
 def test_beside_a_pending_operation(name):
-    """A thread block for each tile in place of one for each multiprocessor: the same bits."""
+    """A thread block for each tile gives the bits of one for each multiprocessor."""
     for sizes in SIZES.values():
         given = operands(name, sizes, *SHAPES[1])
         with overlap_work():

@@ -291,7 +291,7 @@ define_derivative(_run, _forward, _backward)
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Given:
-    """A residual without arrays: whether `_run_on_tpu` was given tokens."""
+    """A residual without arrays, which says whether `_run_on_tpu` was given tokens."""
 
     tokens: bool
 

@@ -185,7 +185,7 @@ def test_weights_of_one_byte(name, dtype, mode):
 )
 @pytest.mark.parametrize("block", [(128, 128), None], ids=["blocks", "channels"])
 def test_matrix_units_take_fp8_of_any_size(generation, block):
-    """Also the last rows and columns of matrices that no tile divides."""
+    """The last rows and columns of matrices that no tile divides compile, too."""
     pytest.importorskip("libtpu", reason="compiling for TPU needs libtpu: pip install 'xen-moe-jax[tpu]'")
     from benchmarks.tpu import topologies
 

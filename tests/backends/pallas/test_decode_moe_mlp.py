@@ -122,7 +122,7 @@ def test_every_visit_has_room_for_rows(tokens, top_k, local):
 
 @pytest.mark.parametrize(("local", "cores"), [(16, 2), (15, None)])
 def test_two_cores_share_an_even_number_of_experts(local, cores):
-    """Weights of one byte with few rows, too."""
+    """They share weights of one byte with few rows, too."""
     matrices = tpu_decode.Matrices((local, 1024, 512), "bfloat16", True, False, None)
     chosen = tpu_decode_layer.layer_pieces(2**26, 2, 8, (128, 8), matrices)
     assert (chosen and chosen.cores) == cores

@@ -65,7 +65,7 @@ def launch(mode):
 
 
 def rounded(values, dtype):
-    """Float32 values rounded to `dtype`, as float32."""
+    """Returns values rounded to `dtype`, as float32."""
     return np.asarray(jnp.asarray(values, dtype), np.float32)
 
 
