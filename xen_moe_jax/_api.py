@@ -95,25 +95,7 @@ def dispatch(
     Raises:
       ValueError, TypeError: an argument is wrong, or the call is not inside `jax.shard_map` over `axis_name`.
     """
-    prepared = _prepare.dispatch(
-        "dispatch",
-        x,
-        topk_idx,
-        topk_weights,
-        num_experts=num_experts,
-        axis_name=axis_name,
-        layout=layout,
-        capacity=capacity,
-        alignment=alignment,
-        drop=drop,
-        wire=wire,
-        gradient_wire=gradient_wire,
-        active=active,
-        placement=placement,
-        balance=balance,
-        slots_per_rank=slots_per_rank,
-        config=config,
-    )
+    prepared = _prepare.dispatch("dispatch", **locals())  # the arguments, by their names
     results = primitives.dispatch_p.bind(*prepared.operands, **prepared.static.params)
     return routed(primitives.Dispatched(*results), prepared.static.spec, prepared.known)
 
@@ -186,17 +168,7 @@ def combine(
     Raises:
       ValueError, TypeError: `y` does not match the handle, or another argument is wrong.
     """
-    prepared = _prepare.combine(
-        "combine",
-        y,
-        handle,
-        weighted=weighted,
-        wire=wire,
-        gradient_wire=gradient_wire,
-        active=active,
-        placement=placement,
-        config=config,
-    )
+    prepared = _prepare.combine("combine", **locals())  # the arguments, by their names
     return combined_whole(prepared)
 
 
@@ -237,9 +209,7 @@ def redispatch(
     Returns:
       rows in the layout of that dispatch, `[C, H2]` or `[L, R*T, H2]`.
     """
-    prepared = _prepare.redispatch(
-        "redispatch", x, handle, wire=wire, gradient_wire=gradient_wire, active=active, config=config
-    )
+    prepared = _prepare.redispatch("redispatch", **locals())  # the arguments, by their names
     (rows,) = primitives.redispatch_p.bind(*prepared.operands, **prepared.static.params)
     return checkpoint_name(rows, primitives.ROWS)
 

@@ -8,7 +8,6 @@ whose own `--help` says more. The tests, oracle and counters are part of a check
 from __future__ import annotations
 
 import argparse
-import os
 import pathlib
 import subprocess
 import sys
@@ -80,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     print(" ".join(command), flush=True)
-    return subprocess.run(command, env=dict(os.environ), check=False).returncode
+    return subprocess.run(command, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -118,25 +118,7 @@ def dispatch_start(
 
     XLA keeps start and done apart only around work that data dependencies put between them: pass it to `overlap`.
     """
-    prepared = _prepare.dispatch(
-        "dispatch_start",
-        x,
-        topk_idx,
-        topk_weights,
-        num_experts=num_experts,
-        axis_name=axis_name,
-        layout=layout,
-        capacity=capacity,
-        alignment=alignment,
-        drop=drop,
-        wire=wire,
-        gradient_wire=gradient_wire,
-        active=active,
-        placement=placement,
-        balance=balance,
-        slots_per_rank=slots_per_rank,
-        config=config,
-    )
+    prepared = _prepare.dispatch("dispatch_start", **locals())  # the arguments, by their names
     static = prepared.static
     if not _async_primitives.runs_async(static.spec, static.config):
         results = primitives.dispatch_p.bind(*prepared.operands, **static.params)
@@ -175,17 +157,7 @@ def combine_start(
 
     With a placement the start is the whole operation, unless the layout or `wire` adds where the rows are.
     """
-    prepared = _prepare.combine(
-        "combine_start",
-        y,
-        handle,
-        weighted=weighted,
-        wire=wire,
-        gradient_wire=gradient_wire,
-        active=active,
-        placement=placement,
-        config=config,
-    )
+    prepared = _prepare.combine("combine_start", **locals())  # the arguments, by their names
     static = prepared.static
     if prepared.at_home is not None or not _async_primitives.runs_async(static.spec, static.config):
         return Flight(_api.combined_whole(prepared), "combine")

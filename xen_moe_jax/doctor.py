@@ -23,7 +23,7 @@ from xen_moe_jax import _profiles, _tested_jax
 from xen_moe_jax import backends as backend_choice
 from xen_moe_jax._command_line import Parser
 from xen_moe_jax.backends.base import BackendUnavailable
-from xen_moe_jax.backends.cuda import nccl
+from xen_moe_jax.backends.cuda import nccl, nvshmem
 from xen_moe_jax.experts import grouped_matmul
 
 PACKAGES = (
@@ -194,14 +194,8 @@ def native_modules() -> list[Finding]:
 
 def nvshmem_library() -> Finding:
     """The NVSHMEM host library that `xen_moe_jax._nvshmem` loads when it is first used."""
-    spec = importlib.util.find_spec("nvidia")
-    roots = [os.path.join(root, "nvshmem") for root in (spec.submodule_search_locations or [])] if spec else []
-    if os.environ.get("NVSHMEM_HOME"):
-        roots.insert(0, os.environ["NVSHMEM_HOME"])
-    for root in roots:
-        library = os.path.join(root, "lib", "libnvshmem_host.so.3")
-        if os.path.exists(library):
-            return Finding("libnvshmem_host", True, library)
+    if (library := nvshmem.find()) is not None:
+        return Finding("libnvshmem_host", True, str(library))
     return Finding(
         "libnvshmem_host",
         None,

@@ -137,8 +137,8 @@ class Backend:
     reduce_gradients: Operation | None = None
     gather_words: Operation | None = None
     runs: Callable[[str, Sequence[Any], Any], bool] = lambda operation, avals, static: True
-    check_available: Callable[[], None] = lambda: None
-    register: Callable[[], None] = lambda: None
+    check_available: Callable[[], object] = lambda: None
+    register: Callable[[], object] = lambda: None
     takes_active: bool = False
     in_32_bits: bool = False
     takes_nodes: bool = False

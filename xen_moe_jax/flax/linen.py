@@ -87,27 +87,7 @@ class MoE(nn.Module):
         placement: Placement | None = None,
         quantized: dict[str, Float8Weight] | None = None,
     ) -> tuple[jax.Array, MoEMetrics]:
-        """Applies the layer.
-
-        Args:
-          x: tokens `[..., hidden_size]`, floating point.
-          mask: bool `[...]`; False leaves a token out (padding): it goes to no expert, counts nowhere,
-            and its output is zero.
-          token_ids: integer `[...]`, with `MoEConfig(choice="hash")` only.
-          active: bool, one entry for every rank of `config.axis_name`, as in `xm.dispatch`: inactive ranks get no
-            tokens, and their own come back zero (plus the output of shared experts). The metrics are XLA's sums over
-            all ranks: a program that has to run without some of them must not use them.
-          topk_idx: integer `[..., top_k]`, the experts to use in place of the router's choice (router replay), of a
-            dtype that can name every expert; -1 is an unused slot. Their weights are the router's present scores of
-            these experts, and its gradient flows through them. choice="hash" then needs no `token_ids`.
-          placement: where the experts are (`xm.balance.plan`), as in `xm.dispatch`: an array like any other. Weights at
-            home are moved to their slots in each call, and their gradients back; `MoEConfig.num_slots` has them there.
-          quantized: the codes that `quantized_weights` returned for these weights: experts in fp8 multiply by them, and
-            this call quantizes no weights, except weights that it moves to slots. None: it quantizes all.
-
-        Returns:
-          `[..., hidden_size]` and `MoEMetrics` over the tokens of all ranks.
-        """
+        """Applies the layer. Arguments and results are those of `xen_moe_jax.flax.nnx.MoE.__call__`."""
         config = self.config
         if not isinstance(config, MoEConfig):
             raise TypeError(f"config={config!r}: must be a xen_moe_jax.flax.MoEConfig")

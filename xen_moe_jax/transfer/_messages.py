@@ -16,10 +16,11 @@ from xen_moe_jax.transfer import _memory
 from xen_moe_jax.transfer._connection import Connection
 from xen_moe_jax.transfer._core import Core
 from xen_moe_jax.transfer._errors import TransferRefused, TransferTimeout
-from xen_moe_jax.transfer._layout import Leaf, distinct, leaves_by_path
+from xen_moe_jax.transfer._layout import Leaf, leaves_by_path
+from xen_moe_jax.transfer._reading import fetch
 from xen_moe_jax.transfer._region import Region, array_records
 from xen_moe_jax.transfer._remote import Peer, RemoteArray, RemoteWindow
-from xen_moe_jax.transfer._transfer import Job, Runs, Transfer
+from xen_moe_jax.transfer._transfer import Job, Transfer
 
 MAX_INLINE = 1 << 20
 """Bytes that travel in the frame; more travel as an array."""
@@ -186,24 +187,8 @@ class Mailbox:
         }
         target = RemoteWindow(sender, "message", 0, 0, False, leaves)
 
-        def plan():
-            runs: list[Runs] = []
-            for path, leaf in leaves.items():
-                runs += RemoteArray(target, leaf).runs(blocks[path].shards, distinct(leaf.shards))
-            return runs, list(blocks.values())
-
-        transfer = Transfer(self.core, "get", request, [Job(sender, None, plan)], []).start()
-        try:
-            transfer.wait(timeout)
-        except TimeoutError:
-            transfer.cancel(5.0)
-            raise
-        finally:
-            with self.core.lock:
-                for leaf in leaves.values():
-                    for shard in leaf.shards:
-                        if not sender.lost:
-                            sender.link.forget(shard.key)
+        arrays = {path: RemoteArray(target, leaf) for path, leaf in leaves.items()}
+        fetch(self.core, sender, arrays, leaves, blocks, request, timeout)
         return {path: block.array() for path, block in blocks.items()}
 
     def barrier(self, group: Sequence[Peer], timeout: float | None) -> None:

@@ -11,10 +11,42 @@ import jax
 from xen_moe_jax.transfer import _memory
 from xen_moe_jax.transfer._checks import deadline
 from xen_moe_jax.transfer._core import Core
-from xen_moe_jax.transfer._errors import TransferRefused, TransferTimeout
+from xen_moe_jax.transfer._errors import TransferRefused
 from xen_moe_jax.transfer._layout import Leaf, distinct
-from xen_moe_jax.transfer._remote import RemoteArray, RemoteTree
+from xen_moe_jax.transfer._remote import Peer, RemoteArray, RemoteTree
 from xen_moe_jax.transfer._transfer import Job, Runs, Transfer
+
+
+def fetch(
+    core: Core,
+    peer: Peer,
+    arrays: dict[str, RemoteArray],
+    leaves: dict[str, Leaf],
+    blocks: dict[str, _memory.Block],
+    request: str,
+    timeout: float | None,
+) -> None:
+    """Reads each of the peer's `arrays` into the block of the same path. `leaves`: the peer's memory, by the paths that
+    the arrays have there. Cancels the transfer if it does not end within `timeout` seconds."""
+
+    def plan():
+        runs: list[Runs] = []
+        for path, array in arrays.items():
+            runs += array.runs(blocks[path].shards, distinct(leaves[array.leaf.path].shards))
+        return runs, list(blocks.values())
+
+    transfer = Transfer(core, "get", request, [Job(peer, None, plan)], []).start()
+    try:
+        transfer.wait(timeout)
+    except TimeoutError:
+        transfer.cancel(5.0)
+        raise
+    finally:
+        with core.lock:
+            for leaf in leaves.values():
+                for shard in leaf.shards:
+                    if not peer.lost:
+                        peer.link.forget(shard.key)
 
 
 def read(
@@ -41,24 +73,8 @@ def read(
                 )
             blocks[path] = _memory.Block(array.shape, array.dtype, sharding, on_host=there.on_host)
 
-        def plan():
-            runs: list[Runs] = []
-            for path, array in targets.items():
-                runs += array.runs(blocks[path].shards, distinct(leaves[array.leaf.path].shards))
-            return runs, list(blocks.values())
-
-        transfer = Transfer(core, "get", request, [Job(peer, None, plan)], []).start()
-        try:
-            transfer.wait(max(0.0, until - time.monotonic()))
-        except TransferTimeout:
-            transfer.cancel(5.0)
-            raise
+        fetch(core, peer, targets, leaves, blocks, request, max(0.0, until - time.monotonic()))
     finally:
-        with core.lock:
-            for leaf in leaves.values():
-                for shard in leaf.shards:
-                    if not peer.lost:
-                        peer.link.forget(shard.key)
         # Also after an error: the lease ends. A peer that died cannot say whether the arrays were there all the time.
         verdict = None if peer.lost else peer.ask(give_back, max(1.0, until - time.monotonic()), request)
     if verdict is None:

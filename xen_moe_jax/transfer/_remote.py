@@ -93,7 +93,23 @@ class RemoteWindow:
         raise stale_window(request, self.peer.name, self.name, self.generation)
 
 
-class RemoteTree:
+class _Addressed:
+    """Memory of one generation of a peer's window."""
+
+    target: RemoteWindow
+
+    @property
+    def generation(self) -> int:
+        """Number of the generation of the peer's window that this addresses."""
+        return self.target.generation
+
+    @property
+    def peer(self) -> Peer:
+        """The peer that owns the memory."""
+        return self.target.peer
+
+
+class RemoteTree(_Addressed):
     """Part of a window that holds several arrays; `tree["layer"]["k"]` goes down, as in the owner's pytree."""
 
     def __init__(self, target: RemoteWindow, prefix: str):
@@ -117,21 +133,11 @@ class RemoteTree:
         """The slices that the peer holds: a destination for `plan`."""
         return Layout(self.peer.name, self.target.name, tuple(self.target.leaves.values()))
 
-    @property
-    def generation(self) -> int:
-        """Number of the generation of the peer's window that this addresses."""
-        return self.target.generation
-
-    @property
-    def peer(self) -> Peer:
-        """The peer that owns the memory."""
-        return self.target.peer
-
     def __repr__(self) -> str:
         return f"<{self.target.name}/{self._prefix} of {self.peer.name!r}, generation {self.generation}>"
 
 
-class RemoteArray:
+class RemoteArray(_Addressed):
     """An array of a peer's window, or a rectangle of it: `array[3]`, `array[:, 8:16]` (integers and slices of step
     1).
     """
@@ -149,16 +155,6 @@ class RemoteArray:
     def layout(self) -> Layout:
         """The slices that the peer holds: a destination for `plan`."""
         return Layout(self.peer.name, self.target.name, (self.leaf,))
-
-    @property
-    def generation(self) -> int:
-        """Number of the generation of the peer's window that this addresses."""
-        return self.target.generation
-
-    @property
-    def peer(self) -> Peer:
-        """The peer that owns the memory."""
-        return self.target.peer
 
     def __repr__(self) -> str:
         if self._text is None:  # Every write names its target, should it fail.

@@ -131,8 +131,6 @@ class Watcher:
         self._stop = threading.Event()
         store.set(f"{PREFIX}/{process}/identity", identity().encode())
         self._thread = threading.Thread(target=self._watch, name="xen_moe_jax liveness", daemon=True)
-        self._beats = threading.Thread(target=self._beat, name="xen_moe_jax heartbeat", daemon=True)
-        self._beating = False
         self._thread.start()
         atexit.register(self.leave)
 
@@ -168,7 +166,7 @@ class Watcher:
         if beating:
             self._store.set(f"{PREFIX}/{self._process}/beats", b"1")
         if beating or not held:
-            self._start_beating()
+            threading.Thread(target=self._beat, name="xen_moe_jax heartbeat", daemon=True).start()
         seen = {process: (b"", time.monotonic()) for process in beating}
         while not self._stop.is_set():
             for descriptor, _ in poll.poll(POLL_S * 1000):
@@ -199,11 +197,6 @@ class Watcher:
             elif now - since > SILENCE_S:
                 del seen[process]
                 self._report(process)
-
-    def _start_beating(self) -> None:
-        if not self._beating:
-            self._beating = True
-            self._beats.start()
 
     def _beat(self) -> None:
         number = 0

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
-import itertools
-import pathlib
 import types
 
 import jax
 
 from xen_moe_jax.backends.base import BackendUnavailable
-from xen_moe_jax.backends.cuda import job, processes
+from xen_moe_jax.backends.cuda import job, libraries, processes
 
 INSTALL = "build it: XEN_MOE_CUDA=ON pip install '.[cuda13]' in a checkout"
 
@@ -32,25 +29,9 @@ def compiled() -> types.ModuleType:
         ) from error
 
 
-def check_available() -> None:
-    """Raises `BackendUnavailable` when the compiled module is missing."""
-    compiled()
-
-
-def register() -> None:
-    """Registers the FFI handlers. Raises `BackendUnavailable` when the compiled module cannot be loaded."""
-    registered()
-
-
 def _cublas(version: int) -> str:
     """Path of the cuBLAS that JAX's CUDA plugin depends on; "" where it is no Python package."""
-    spec = importlib.util.find_spec("nvidia")
-    roots = list(spec.submodule_search_locations or []) if spec else []
-    for root, package in itertools.product(roots, (f"cu{version}", "cublas")):
-        library = pathlib.Path(root) / package / "lib" / f"libcublas.so.{version}"
-        if library.exists():
-            return str(library)
-    return ""
+    return str(libraries.library(f"libcublas.so.{version}", libraries.folders(f"cu{version}", "cublas")) or "")
 
 
 _loaded: types.ModuleType | None = None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 import os
 import pathlib
 from typing import Any
 
 from xen_moe_jax.backends.base import BackendUnavailable
+from xen_moe_jax.backends.cuda import libraries
 
 LIBRARY = "libnccl.so.2"
 OLDEST = (2, 31)
@@ -35,10 +35,7 @@ def find() -> pathlib.Path | None:
     home = os.environ.get("NCCL_HOME")
     if home:
         return pathlib.Path(home) / "lib" / LIBRARY
-    spec = importlib.util.find_spec("nvidia")
-    roots = spec.submodule_search_locations or [] if spec else []
-    candidates = (pathlib.Path(root) / "nccl" / "lib" / LIBRARY for root in roots)
-    return next((path for path in candidates if path.exists()), None)
+    return libraries.library(LIBRARY, libraries.folders("nccl"))
 
 
 def version(path: pathlib.Path) -> tuple[int, int, int]:

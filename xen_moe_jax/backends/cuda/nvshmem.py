@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-import importlib.util
 import os
 import pathlib
 import types
 from typing import Any
 
 from xen_moe_jax.backends.base import BackendUnavailable
+from xen_moe_jax.backends.cuda import libraries
 
 LIBRARY = "libnvshmem_host.so.3"
 ENVIRONMENT = {
@@ -20,6 +20,12 @@ ENVIRONMENT = {
     "NVSHMEM_DISABLE_NVLS": "1",  # no use is made of multicast
 }
 """Defaults of environment variables; the user's own settings win."""
+
+
+def find() -> pathlib.Path | None:
+    """The host library that would be loaded: of NVSHMEM_HOME, or else of the package nvidia-nvshmem-cu13."""
+    home = os.environ.get("NVSHMEM_HOME")
+    return libraries.library(LIBRARY, [*([pathlib.Path(home)] if home else []), *libraries.folders("nvshmem")])
 
 
 @functools.cache
@@ -31,14 +37,8 @@ def load() -> types.ModuleType:
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    spec = importlib.util.find_spec("nvidia")
-    roots = [pathlib.Path(root) / "nvshmem" for root in (spec.submodule_search_locations or [])] if spec else []
-    home = os.environ.get("NVSHMEM_HOME")
-    for root in ([pathlib.Path(home)] if home else []) + roots:
-        library = root / "lib" / LIBRARY
-        if library.exists():
-            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # the module's own reference then resolves by name
-            break
+    if (library := find()) is not None:
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # the module's own reference then resolves by name
     try:
         loaded = importlib.import_module("xen_moe_jax._nvshmem")
     except ImportError as error:

@@ -20,11 +20,10 @@ from xen_moe_jax.backends.pallas.records import (
     header_words,
     is_quantized,
     place_rows,
-    push_launch,
+    push_records,
     rows_of,
     with_scales,
 )
-from xen_moe_jax.pallas_kernels import push as push_kernel
 from xen_moe_jax.pallas_kernels.record import Header
 
 
@@ -60,63 +59,25 @@ def _dispatch_with_headers(
     gathered = all_gather_dispatch.gathers(spec, config)
     if gathered:
         todo = headers.for_all_gather(todo, spec)
+    known = todo.arrivals(topk_idx)
     if todo.slices is not None:
         buffer = pack_for_slices(x, scales, todo, rows, spec, config)
         received = two_axes.across_slices(buffer, todo.slices.largest, spec, config)
-        staged = two_axes.fan_out_by_headers(
-            received,
-            todo.slices.came,
-            todo.slices.starts,
-            todo.routes.expected,
-            record=rows.record,
-            spec=spec,
-            config=config,
-        )
+        staged = two_axes.fan_out_by_headers(received, known, rows.record, spec, config)
     else:
-        staged = push_kernel.push(
-            records.pad_hidden(x),
-            scales,
-            todo.routes,
-            record=rows.record,
-            quantize=rows.quantize,
-            axes=None if gathered else plan.kernel_axes(spec),
-            launch=push_launch(rows, spec, config),
-            header=todo.header,
-        )
+        axes = None if gathered else plan.kernel_axes(spec)
+        staged = push_records(x, scales, todo.routes, rows, axes=axes, spec=spec, config=config, header=todo.header)
     if gathered:
         staged = headers.all_gathered(staged, spec)
-    return from_headers(
-        staged,
-        todo.start,
-        todo.routes.expected,
-        todo.recv_counts,
-        todo.dropped,
-        topk_idx,
-        rows=rows,
-        spec=spec,
-        config=config,
-    )
+    return from_headers(staged, known, rows, spec, config)
 
 
 def from_headers(
-    staged: jax.Array,
-    start: jax.Array,
-    expected: jax.Array,
-    recv_counts: jax.Array,
-    dropped: jax.Array,
-    topk_idx: jax.Array,
-    *,
-    rows: Rows,
-    spec: Spec,
-    config: KernelConfig,
+    staged: jax.Array, known: headers.Arrivals, rows: Rows, spec: Spec, config: KernelConfig
 ) -> tuple[jax.Array, ...]:
-    """Results of a dispatch, out of records with headers: `expected [R]` of each source, from `start [R]` on.
-
-    `dropped` as in `headers.Riding`.
-    """
-    source, weights, positions = headers.arrived(
-        staged, start, expected, recv_counts, dropped, record=rows.record, spec=spec, config=config
-    )
+    """Results of a dispatch, out of records with headers."""
+    recv_counts, topk_idx = known.recv_counts, known.topk_idx
+    source, weights, positions = headers.arrived(staged, known, record=rows.record, spec=spec, config=config)
     if spec.layout != "ranked":
         placed = place_rows(staged, source, recv_counts, rows, spec=spec, config=config)
         return (*with_scales(placed), positions, recv_counts, weights.reshape(spec.row_dims), topk_idx)
@@ -129,16 +90,8 @@ def pack_for_slices(
     x: jax.Array, scales: jax.Array | None, todo: headers.HeaderPlan, rows: Rows, spec: Spec, config: KernelConfig
 ) -> jax.Array:
     """int32 `[N, T, *record.shape]`: records with headers, the first for each slice."""
-    return two_axes.pack_slices(
-        records.pad_hidden(x),
-        scales,
-        headers.slices_of(todo.sent, spec),
-        record=rows.record,
-        quantize=rows.quantize,
-        spec=spec,
-        launch=push_launch(rows, spec, config),
-        header=todo.header,
-    )
+    own_hits = headers.slices_of(todo.sent, spec)
+    return two_axes.pack_slices(x, scales, own_hits, rows, spec, config, header=todo.header)
 
 
 def routing(
@@ -201,30 +154,10 @@ def _send_rows(
     if spec.capacity == 0 or spec.num_tokens == 0:
         return records.empty_rows(x, scales, spec)
     rows = rows_of(x, call.wire)
-    x = records.pad_hidden(x)
     positions, recv_counts = known
-    launch = push_launch(rows, spec, config)
     if len(spec.axis_name) == 2:
-        staged = two_axes.push(
-            x,
-            scales,
-            topk_idx,
-            todo,
-            positions,
-            record=rows.record,
-            quantize=rows.quantize,
-            spec=spec,
-            config=config,
-            launch=launch,
-        )
+        staged = two_axes.push(x, scales, topk_idx, todo, positions, rows, spec, config)
     else:
-        staged = push_kernel.push(
-            x,
-            scales,
-            todo.routes,
-            record=rows.record,
-            quantize=rows.quantize,
-            axes=plan.kernel_axes(spec),
-            launch=launch,
-        )
+        axes = plan.kernel_axes(spec)
+        staged = push_records(x, scales, todo.routes, rows, axes=axes, spec=spec, config=config)
     return place_rows(staged, source, recv_counts, rows, spec=spec, config=config)

@@ -8,7 +8,7 @@ arrived records (`pallas_kernels.index_rows`).
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +61,24 @@ class SlicePlan(NamedTuple):
     starts: jax.Array
 
 
+class Arrivals(NamedTuple):
+    """Counts and places by which the headers of arrived records are read.
+
+    Attributes:
+      came, starts: fields of `SlicePlan`; None on one axis. expected: int32 `[R]`, number of records from each source.
+      start, recv_counts, dropped: fields of `HeaderPlan`.
+      topk_idx: a result of the dispatch.
+    """
+
+    came: Any
+    starts: Any
+    expected: jax.Array
+    start: jax.Array
+    recv_counts: jax.Array
+    dropped: jax.Array
+    topk_idx: jax.Array
+
+
 class HeaderPlan(NamedTuple):
     """The records that a rank sends, and the counts and places of the records that it receives.
 
@@ -79,6 +97,11 @@ class HeaderPlan(NamedTuple):
     recv_counts: jax.Array
     dropped: jax.Array
     slices: SlicePlan | None
+
+    def arrivals(self, topk_idx: jax.Array) -> Arrivals:
+        """Returns the part that is read when the records have arrived."""
+        came, starts = (None, None) if self.slices is None else (self.slices.came, self.slices.starts)
+        return Arrivals(came, starts, self.routes.expected, self.start, self.recv_counts, self.dropped, topk_idx)
 
 
 def sending(topk_idx: jax.Array, topk_weights: jax.Array, spec: Spec) -> HeaderPlan:
@@ -235,30 +258,23 @@ def _header(topk_idx: jax.Array, row: jax.Array, topk_weights: jax.Array) -> jax
 
 
 def arrived(
-    staged: jax.Array,
-    start: jax.Array,
-    expected: jax.Array,
-    recv_counts: jax.Array,
-    dropped: jax.Array,
-    *,
-    record: Record,
-    spec: Spec,
-    config: KernelConfig,
+    staged: jax.Array, known: Arrivals, *, record: Record, spec: Spec, config: KernelConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the staged record of each row int32 `[rows]`, weights float32 `[rows]` and positions `[R, T, slots]`.
-    They come from the headers of the `expected [R]` records of each source, which begin at `start [R]`, and from the
-    `dropped` slots. Ranked rows have several weights each.
+    They come from the headers of the arrived records, and from the dropped slots. Ranked rows have several weights
+    each.
     """
+    dropped = known.dropped
     local = spec.local_experts
     rows = math.prod(spec.row_dims)
     rank = lax.axis_index(spec.axis_name)
-    used = jnp.int32(rows) if spec.layout == "padded" else _layout.num_rows(recv_counts, spec)
+    used = jnp.int32(rows) if spec.layout == "padded" else _layout.num_rows(known.recv_counts, spec)
     chosen = window(spec)
     assert chosen is not None
     source, weights, positions = index_kernel.index_rows(
         staged,
-        start,
-        expected,
+        known.start,
+        known.expected,
         (rank * local, jnp.int32(local), used),
         record=record,
         tokens=spec.num_tokens,

@@ -15,7 +15,8 @@ from xen_moe_jax._spec import SCALE_BLOCK, Spec, scale_blocks
 from xen_moe_jax.backends.pallas import hardware, headers, plan
 from xen_moe_jax.pallas_kernels import place as place_kernel
 from xen_moe_jax.pallas_kernels import push as push_kernel
-from xen_moe_jax.pallas_kernels.launch import Launch, tile_rows
+from xen_moe_jax.pallas_kernels.launch import tile_rows
+from xen_moe_jax.pallas_kernels.peers import Axes
 from xen_moe_jax.pallas_kernels.record import LANES, Header, Quantization, Record
 
 FLOAT_DTYPES = ("float32", "bfloat16")
@@ -114,9 +115,21 @@ def quantization(wire: Wire | None) -> Quantization | None:
     return None if wire is None else Quantization(wire.dtype, wire.scale_format, QMAX[wire.dtype], MIN_AMAX)
 
 
-def push_launch(rows: Rows, spec: Spec, config: KernelConfig) -> Launch:
+def push_records(
+    x: jax.Array,
+    scales: jax.Array | None,
+    routes: push_kernel.Routes,
+    rows: Rows,
+    *,
+    axes: Axes | None,
+    spec: Spec,
+    config: KernelConfig,
+    header: jax.Array | None = None,
+) -> jax.Array:
+    """Makes the records of `x [T, H]` and sends them along `routes`, by the kernel `push`. With `axes=None` they stay
+    in a buffer of this rank."""
     smallest = tile_rows(rows.dtype)
-    return hardware.launch(
+    launch = hardware.launch(
         "push",
         functools.partial(push_kernel.vmem_bytes, rows.record, rows.dtype, rows.scaled),
         preferred=smallest if hardware.low_latency(spec, config) else 64,
@@ -124,6 +137,16 @@ def push_launch(rows: Rows, spec: Spec, config: KernelConfig) -> Launch:
         available=spec.num_tokens,
         config=config,
         axes=plan.kernel_axes(spec),
+    )
+    return push_kernel.push(
+        pad_hidden(x),
+        scales,
+        routes,
+        record=rows.record,
+        quantize=rows.quantize,
+        axes=axes,
+        launch=launch,
+        header=header,
     )
 
 

@@ -37,22 +37,20 @@ from xen_moe_jax._shapes import ShapeDtype
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.base import Call
 from xen_moe_jax.backends.pallas import hardware, headers, plan, records, two_axes
-from xen_moe_jax.backends.pallas.combine import prepared, ranks_launch, reads_halves, slots_launch
 from xen_moe_jax.backends.pallas.dispatch import from_headers, pack_for_slices, routing
 from xen_moe_jax.backends.pallas.records import (
     given_scales,
     header_words,
     is_quantized,
     place_rows,
-    push_launch,
-    quantization,
+    push_records,
     record_of,
     rows_of,
     with_scales,
 )
+from xen_moe_jax.backends.pallas.sums import Sums
 from xen_moe_jax.pallas_kernels import exchange
 from xen_moe_jax.pallas_kernels import push as push_kernel
-from xen_moe_jax.pallas_kernels import reduce_ranks as ranks_kernel
 from xen_moe_jax.pallas_kernels import reduce_slots as slots_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.peers import Axes
@@ -131,7 +129,7 @@ def dispatch_start(
     if rows.record.header:
         todo = headers.sending(topk_idx, topk_weights, spec)
         header = todo.header
-        rest = [todo.start, todo.recv_counts, todo.dropped, topk_idx]
+        rest = list(todo.arrivals(topk_idx)[AT_START:])
     else:
         known, todo, source = routing(topk_idx, topk_weights, spec, config)
         header = None
@@ -142,16 +140,8 @@ def dispatch_start(
     packing = push_kernel.Routes(
         peer, plan.pick(place, peer), jnp.zeros((1,), jnp.int32), plan.combine_staging_rows(spec)
     )
-    buffer = push_kernel.push(
-        records.pad_hidden(x),
-        given_scales(x, scales),
-        packing,
-        record=rows.record,
-        quantize=rows.quantize,
-        axes=None,
-        launch=push_launch(rows, spec, config),
-        header=header,
-    )
+    sent_scales = given_scales(x, scales)
+    buffer = push_records(x, sent_scales, packing, rows, axes=None, spec=spec, config=config, header=header)
     return (*_start(buffer, sizes, todo.remote_start, todo.routes, spec, config), *rest)
 
 
@@ -167,10 +157,7 @@ def dispatch_done(
     staged = _exchange_done(flight, config)
     rows = rows_of(x, wire, header=header_words(spec))
     if rows.record.header:
-        start, recv_counts, dropped, topk_idx = rest
-        return from_headers(
-            staged, start, flight.expected, recv_counts, dropped, topk_idx, rows=rows, spec=spec, config=config
-        )
+        return from_headers(staged, headers.Arrivals(None, None, flight.expected, *rest), rows, spec, config)
     source, *known = rest
     placed = place_rows(staged, source, known[1], rows, spec=spec, config=config)
     return (*with_scales(placed), *known)
@@ -180,11 +167,12 @@ def combine_start(
     call: Call, y: jax.Array, topk_idx: jax.Array, positions: jax.Array, recv_counts: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, ...]:
     """`Pending`, then `source [T, D]` and `zero [1]` for the last addition."""
-    spec, wire, config = call.spec, call.wire, call.config
+    spec, config = call.spec, call.config
     records.check("combine_start", y.dtype, spec)
     if len(spec.axis_name) == 2:
         return _slices_combine_start(call, y, topk_idx, positions, recv_counts, weights)
-    rows, record, zero = prepared(y, recv_counts, wire)
+    sums = Sums.of(call, y)
+    rows, zero = sums.prepared(y, recv_counts)
     todo = plan.combine_plan(topk_idx, positions, spec)
     sizes = jnp.sum(todo.came, axis=1, dtype=jnp.int32)
     starts = _layout.exclusive_cumsum(sizes, axis=0)
@@ -197,20 +185,9 @@ def combine_start(
         expected=jnp.zeros((1,), jnp.int32),
         staging_rows=spec.num_ranks * spec.num_tokens,
     )
-    halved = reads_halves(rows, config)
-    launch = slots_launch(record, spec, config, halved=halved)
-    buffer = slots_kernel.reduce_slots(
-        rows,
-        pairs,
-        weights.reshape(-1) if call.weighted else None,
-        zero,
-        record=record,
-        quantize=quantization(wire),
-        axes=None,
-        launch=launch,
-        cores=launch.cores,
-        halved=halved,
-    )
+    halved = sums.reads_halves(rows)
+    launch = sums.slots_launch(halved=halved)
+    buffer = sums.of_slots(rows, pairs, weights, zero, launch, axes=None, cores=launch.cores, halved=halved)
     flight = _start(buffer, sizes, todo.remote_start, todo.pairs, spec, config)
     return (*flight, todo.source, zero)
 
@@ -226,22 +203,13 @@ def combine_done(
 ) -> jax.Array:
     """`[T, hidden]` from the pending arrays of `combine_start`; of the operands only the shape of `y` is read."""
     del topk_idx, positions, recv_counts, weights
-    spec, wire, config = call.spec, call.wire, call.config
+    spec, sums = call.spec, Sums.of(call, y)
     if len(spec.axis_name) == 2:
-        return _slices_combine_done(call, y, pending)
+        _, received, last, zero = pending
+        return two_axes.add_slices(sums, received, last, zero)
     *flight, source, zero = pending
-    staged = _exchange_done(Pending(*flight), config)
-    hidden = y.shape[-1]
-    record = record_of(hidden, y.dtype, False, wire)
-    out = ranks_kernel.reduce_ranks(
-        staged,
-        source,
-        zero,
-        record=record,
-        out_dtype=y.dtype,
-        launch=ranks_launch(record, y.dtype, source.shape[1], spec.num_tokens, config),
-    )
-    return out[:, :hidden]
+    staged = _exchange_done(Pending(*flight), call.config)
+    return sums.of_ranks(staged, source, zero, sums.ranks_launch(source.shape[1], spec.num_tokens))
 
 
 def supports_async(spec: Spec, config: KernelConfig) -> bool:
@@ -284,6 +252,8 @@ def combine_pending(call: Call, y: Any) -> list[ShapeDtype]:
     return [*flight, ((spec.num_tokens, min(spec.num_ranks, spec.top_k)), jnp.int32), ((1,), jnp.int32)]
 
 
+AT_START = headers.Arrivals._fields.index("start")
+"""Of `headers.Arrivals`, the fields that follow `Pending` on one axis begin here."""
 OPERANDS_BEFORE = {"dispatch_done": 5, "combine_done": 6}
 """Operands of the primitive of a done half that come before `Pending`, `active` among them."""
 
@@ -328,7 +298,7 @@ def _pending_slices_shapes(record: Record, spec: Spec) -> list[ShapeDtype]:
 
 
 def _slices_dispatch_pending(call: Call, x: Any, scales: Any) -> list[ShapeDtype]:
-    """Shapes of `PendingSlices` and `PendingHeaders`; without headers, of `FanOut`, `source [rows]` and the metadata
+    """Shapes of `PendingSlices` and `headers.Arrivals`; without headers, of `FanOut`, `source [rows]` and the metadata
     of a dispatch after `PendingSlices`.
     """
     spec, wire = call.spec, call.wire
@@ -353,24 +323,6 @@ def _slices_combine_pending(call: Call, y: Any) -> list[ShapeDtype]:
     return [*_pending_slices_shapes(record, spec), (last, jnp.int32), ((1,), jnp.int32)]
 
 
-class PendingHeaders(NamedTuple):
-    """Results of `dispatch_start` after `PendingSlices`, if the records carry the routing; as in `headers`.
-
-    Attributes:
-      came, starts: fields of `headers.SlicePlan`. expected: int32 `[R]`. start, recv_counts, dropped: fields of
-        `headers.HeaderPlan`.
-      topk_idx: a result.
-    """
-
-    came: jax.Array
-    starts: jax.Array
-    expected: jax.Array
-    start: jax.Array
-    recv_counts: jax.Array
-    dropped: jax.Array
-    topk_idx: jax.Array
-
-
 def _pending_headers_shapes(spec: Spec) -> list[ShapeDtype]:
     slices, fast = spec.axis_sizes
     ranks, local = spec.num_ranks, spec.local_experts
@@ -387,25 +339,10 @@ def _slices_dispatch_start(
     rows = rows_of(x, wire, header=header_words(spec))
     if rows.record.header:
         known = headers.sending(topk_idx, topk_weights, spec)
-        assert known.slices is not None
         sent = pack_for_slices(x, given, known, rows, spec, config)
-        came, _, starts = known.slices
-        todo = PendingHeaders(
-            came, starts, known.routes.expected, known.start, known.recv_counts, known.dropped, topk_idx
-        )
-        return (sent, two_axes.across_slices_at_once(sent, spec), *todo)
+        return (sent, two_axes.across_slices_at_once(sent, spec), *known.arrivals(topk_idx))
     results, send_plan, source = routing(topk_idx, topk_weights, spec, config)
-    sent, _, fan = two_axes.pack(
-        records.pad_hidden(x),
-        given,
-        topk_idx,
-        send_plan,
-        results[0],
-        record=rows.record,
-        quantize=rows.quantize,
-        spec=spec,
-        launch=push_launch(rows, spec, config),
-    )
+    sent, _, fan = two_axes.pack(x, given, topk_idx, send_plan, results[0], rows, spec, config)
     return (sent, two_axes.across_slices_at_once(sent, spec), *fan, source, *results)
 
 
@@ -414,27 +351,9 @@ def _slices_dispatch_done(call: Call, x: jax.Array, pending: tuple[jax.Array, ..
     received, *rest = pending[1:]
     rows = rows_of(x, wire, header=header_words(spec))
     if rows.record.header:
-        todo = PendingHeaders(*rest)
-        staged = two_axes.fan_out_by_headers(
-            received,
-            todo.came,
-            todo.starts,
-            todo.expected,
-            record=rows.record,
-            spec=spec,
-            config=config,
-        )
-        return from_headers(
-            staged,
-            todo.start,
-            todo.expected,
-            todo.recv_counts,
-            todo.dropped,
-            todo.topk_idx,
-            rows=rows,
-            spec=spec,
-            config=config,
-        )
+        arrivals = headers.Arrivals(*rest)
+        staged = two_axes.fan_out_by_headers(received, arrivals, rows.record, spec, config)
+        return from_headers(staged, arrivals, rows, spec, config)
     fan, (source, *known) = rest[: len(two_axes.FanOut._fields)], rest[len(two_axes.FanOut._fields) :]
     staged = two_axes.fan_out(received, two_axes.FanOut(*fan), plan.dispatch_staging_rows(spec), spec, config)
     placed = place_rows(staged, source, known[1], rows, spec=spec, config=config)
@@ -444,35 +363,7 @@ def _slices_dispatch_done(call: Call, x: jax.Array, pending: tuple[jax.Array, ..
 def _slices_combine_start(
     call: Call, y: jax.Array, topk_idx: jax.Array, positions: jax.Array, recv_counts: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, ...]:
-    spec, wire, config = call.spec, call.wire, call.config
-    rows, record, zero = prepared(y, recv_counts, wire)
-    sent, _, last = two_axes.partial_sums(
-        rows,
-        weights.reshape(-1) if call.weighted else None,
-        topk_idx,
-        positions,
-        zero,
-        record=record,
-        quantize=quantization(wire),
-        dtype=y.dtype,
-        spec=spec,
-        slots_launch=slots_launch(record, spec, config),
-        ranks_launch=lambda entries, tokens: ranks_launch(record, y.dtype, entries, tokens, config),
-    )
-    return sent, two_axes.across_slices_at_once(sent, spec), last, zero
-
-
-def _slices_combine_done(call: Call, y: jax.Array, pending: tuple[jax.Array, ...]) -> jax.Array:
-    wire, config = call.wire, call.config
-    _, received, last, zero = pending
-    hidden = y.shape[-1]
-    record = record_of(hidden, y.dtype, False, wire)
-    out = two_axes.add_slices(
-        received,
-        last,
-        zero,
-        record=record,
-        dtype=y.dtype,
-        ranks_launch=lambda entries, tokens: ranks_launch(record, y.dtype, entries, tokens, config),
-    )
-    return out[:, :hidden]
+    sums = Sums.of(call, y)
+    rows, zero = sums.prepared(y, recv_counts)
+    sent, _, last = two_axes.partial_sums(sums, rows, weights, topk_idx, positions, zero)
+    return sent, two_axes.across_slices_at_once(sent, call.spec), last, zero

@@ -22,13 +22,13 @@ from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends import rounds
 from xen_moe_jax.backends.pallas import hardware, headers, plan
+from xen_moe_jax.backends.pallas.records import Rows, push_records, quantization
+from xen_moe_jax.backends.pallas.sums import Sums
 from xen_moe_jax.pallas_kernels import forward as forward_kernel
-from xen_moe_jax.pallas_kernels import push as push_kernel
 from xen_moe_jax.pallas_kernels import reduce_ranks as ranks_kernel
-from xen_moe_jax.pallas_kernels import reduce_slots as slots_kernel
 from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.push import Routes
-from xen_moe_jax.pallas_kernels.record import Header, Quantization, Record
+from xen_moe_jax.pallas_kernels.record import Header, Record
 from xen_moe_jax.pallas_kernels.reduce_slots import Pairs
 
 
@@ -95,17 +95,12 @@ def push(
     topk_idx: jax.Array,
     todo: plan.SendPlan,
     positions: jax.Array,
-    *,
-    record: Record,
-    quantize: Quantization | None,
+    rows: Rows,
     spec: Spec,
     config: KernelConfig,
-    launch: Launch,
 ) -> jax.Array:
     """Sends every token's record to the staging of the ranks that need it, as `push` does on one axis."""
-    buffer, largest, fan = pack(
-        x, scales, topk_idx, todo, positions, record=record, quantize=quantize, spec=spec, launch=launch
-    )
+    buffer, largest, fan = pack(x, scales, topk_idx, todo, positions, rows, spec, config)
     received = across_slices(buffer, largest, spec, config)
     return fan_out(received, fan, plan.dispatch_staging_rows(spec), spec, config)
 
@@ -116,18 +111,16 @@ def pack(
     topk_idx: jax.Array,
     todo: plan.SendPlan,
     positions: jax.Array,
-    *,
-    record: Record,
-    quantize: Quantization | None,
+    rows: Rows,
     spec: Spec,
-    launch: Launch,
+    config: KernelConfig,
 ) -> tuple[jax.Array, jax.Array, FanOut]:
     """Prepares the crossing: `[N, T, *record.shape]`, the first rows for each slice; the largest number of them; the
     tables of the next step."""
     slices, fast = spec.axis_sizes
     tokens = spec.num_tokens
     rail = rail_of(topk_idx, spec)
-    buffer = pack_slices(x, scales, rail.own_hits, record=record, quantize=quantize, spec=spec, launch=launch)
+    buffer = pack_slices(x, scales, rail.own_hits, rows, spec, config)
     largest = _largest_anywhere(rail.own_hits, 0, spec)
     starts, sent = _regions(rail, positions, spec)
     address = starts[:, None, :] + _layout.exclusive_cumsum(sent, axis=1)  # [N, T, M]
@@ -145,32 +138,22 @@ def pack_slices(
     x: jax.Array,
     scales: jax.Array | None,
     own_hits: jax.Array,
-    *,
-    record: Record,
-    quantize: Quantization | None,
+    rows: Rows,
     spec: Spec,
-    launch: Launch,
+    config: KernelConfig,
     header: jax.Array | None = None,
 ) -> jax.Array:
     """int32 `[N, T, *record.shape]`: the records of tokens that `own_hits [T, N]` names, the first for each slice."""
     slices, tokens = spec.axis_sizes[0], spec.num_tokens
     slice_of = jnp.arange(slices, dtype=jnp.int32)
-    records = push_kernel.push(
-        x,
-        scales,
-        Routes(
-            jnp.where(own_hits > 0, slice_of, -1),
-            slice_of * tokens + _layout.exclusive_cumsum(own_hits, axis=0),
-            jnp.zeros((1,), jnp.int32),
-            slices * tokens,
-        ),
-        record=record,
-        quantize=quantize,
-        axes=None,
-        launch=launch,
-        header=header,
+    routes = Routes(
+        jnp.where(own_hits > 0, slice_of, -1),
+        slice_of * tokens + _layout.exclusive_cumsum(own_hits, axis=0),
+        jnp.zeros((1,), jnp.int32),
+        slices * tokens,
     )
-    return records.reshape(slices, tokens, *record.shape)
+    records = push_records(x, scales, routes, rows, axes=None, spec=spec, config=config, header=header)
+    return records.reshape(slices, tokens, *rows.record.shape)
 
 
 def _largest_anywhere(hits: jax.Array, axis: int, spec: Spec) -> jax.Array:
@@ -179,18 +162,9 @@ def _largest_anywhere(hits: jax.Array, axis: int, spec: Spec) -> jax.Array:
 
 
 def fan_out_by_headers(
-    received: jax.Array,
-    came: jax.Array,
-    starts: jax.Array,
-    expected: jax.Array,
-    *,
-    record: Record,
-    spec: Spec,
-    config: KernelConfig,
+    received: jax.Array, known: headers.Arrivals, record: Record, spec: Spec, config: KernelConfig
 ) -> jax.Array:
-    """Does the work of `fan_out` for records with headers, which name the ranks that need them. `came [N]` records
-    arrived from each slice; each rank wants them at `starts [N, M]` and gets `expected [R]` from each source.
-    """
+    """Does the work of `fan_out` for records with headers, which name the ranks that need them."""
     slices, fast = spec.axis_sizes
     here = lax.axis_index(spec.axis_name[0])
     header, top_k, rows = Header(spec.top_k), spec.top_k, received.shape[1]
@@ -200,15 +174,15 @@ def fan_out_by_headers(
     if plan.packs_staging(spec):
         kept &= words[..., header.rows : header.rows + top_k] >= 0
     number = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32), (slices, rows))
-    kept &= (number < came[:, None])[..., None]  # behind them lie old values
+    kept &= (number < known.came[:, None])[..., None]  # behind them lie old values
     index = jnp.where(kept, experts // spec.local_experts - here * fast, -1)
     sent = jnp.any(index[..., None] == jnp.arange(fast, dtype=jnp.int32), axis=2)
-    address = starts[:, None, :] + _layout.exclusive_cumsum(sent.astype(jnp.int32), axis=1)
+    address = known.starts[:, None, :] + _layout.exclusive_cumsum(sent.astype(jnp.int32), axis=1)
     fan = FanOut(
         number,
         jnp.where(sent, jnp.arange(fast, dtype=jnp.int32), -1).reshape(slices * rows, fast),
         address.reshape(slices * rows, fast),
-        jnp.sum(expected.reshape(slices, fast), axis=0, dtype=jnp.int32),
+        jnp.sum(known.expected.reshape(slices, fast), axis=0, dtype=jnp.int32),
     )
     return fan_out(received, fan, headers.staging_rows(spec), spec, config)
 
@@ -244,55 +218,21 @@ def _regions(rail: Rail, positions: jax.Array, spec: Spec) -> tuple[jax.Array, j
 
 
 def combine(
-    rows: jax.Array,
-    weights: jax.Array | None,
-    topk_idx: jax.Array,
-    positions: jax.Array,
-    zero: jax.Array,
-    *,
-    record: Record,
-    quantize: Quantization | None,
-    dtype,
-    spec: Spec,
-    config: KernelConfig,
-    slots_launch: Launch,
-    ranks_launch,
+    sums: Sums, rows: jax.Array, weights: jax.Array, topk_idx: jax.Array, positions: jax.Array, zero: jax.Array
 ) -> jax.Array:
-    """`[T, hidden]`; `ranks_launch(entries, tokens)` a launch."""
-    buffer, largest, last = partial_sums(
-        rows,
-        weights,
-        topk_idx,
-        positions,
-        zero,
-        record=record,
-        quantize=quantize,
-        dtype=dtype,
-        spec=spec,
-        slots_launch=slots_launch,
-        ranks_launch=ranks_launch,
-    )
-    received = across_slices(buffer, largest, spec, config)
-    return add_slices(received, last, zero, record=record, dtype=dtype, ranks_launch=ranks_launch)
+    """`[T, hidden]` from `rows` and `zero`, as `Sums.prepared` returns them."""
+    buffer, largest, last = partial_sums(sums, rows, weights, topk_idx, positions, zero)
+    received = across_slices(buffer, largest, sums.call.spec, sums.call.config)
+    return add_slices(sums, received, last, zero)
 
 
 def partial_sums(
-    rows: jax.Array,
-    weights: jax.Array | None,
-    topk_idx: jax.Array,
-    positions: jax.Array,
-    zero: jax.Array,
-    *,
-    record: Record,
-    quantize: Quantization | None,
-    dtype,
-    spec: Spec,
-    slots_launch: Launch,
-    ranks_launch,
+    sums: Sums, rows: jax.Array, weights: jax.Array, topk_idx: jax.Array, positions: jax.Array, zero: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Before DCN: `[N, T, *record.shape]`, the first rows for each slice; the largest number of them; and
     `last [T, N]`, which of the records that come from a slice is a token's, `-1` for none.
     """
+    spec, record = sums.call.spec, sums.record
     slices, fast = spec.axis_sizes
     tokens = spec.num_tokens
     rail = rail_of(topk_idx, spec)
@@ -317,16 +257,7 @@ def partial_sums(
         expected=jnp.sum(counts, axis=1, dtype=jnp.int32),
         staging_rows=slices * tokens * min(fast, spec.top_k),
     )
-    staged = slots_kernel.reduce_slots(
-        rows,
-        pairs,
-        weights,
-        zero,
-        record=record,
-        quantize=quantize,
-        axes=plan.kernel_axes(spec),
-        launch=slots_launch,
-    )
+    staged = sums.of_slots(rows, pairs, weights, zero, sums.slots_launch(), axes=plan.kernel_axes(spec))
 
     # partial sums of this slice, packed in token order for each source slice
     summand = starts.T[:, None, :] + _layout.exclusive_cumsum(rail.hits, axis=1)  # [N, T, M]
@@ -338,30 +269,22 @@ def partial_sums(
         summand.reshape(slices * tokens, fast),
         zero,
         record=record,
-        out_dtype=dtype,
-        quantize=quantize,
+        out_dtype=sums.dtype,
+        quantize=quantization(sums.call.wire),
         as_records=True,
-        launch=ranks_launch(fast, slices * tokens),
+        launch=sums.ranks_launch(fast, slices * tokens),
     )
     largest = _largest_anywhere(rail.crossed, 1, spec)
     last = jnp.where(rail.own_hits > 0, _layout.exclusive_cumsum(rail.own_hits, axis=0), -1)
     return buffer.reshape(slices, tokens, *record.shape), largest, last
 
 
-def add_slices(
-    received: jax.Array, last: jax.Array, zero: jax.Array, *, record: Record, dtype, ranks_launch
-) -> jax.Array:
+def add_slices(sums: Sums, received: jax.Array, last: jax.Array, zero: jax.Array) -> jax.Array:
     """After DCN: `[T, hidden]` from `received [N, rows, ...]`."""
     slices, stride = received.shape[:2]
     summand = jnp.arange(slices, dtype=jnp.int32) * stride + last
-    return ranks_kernel.reduce_ranks(
-        received.reshape(slices * stride, *record.shape),
-        jnp.where(last >= 0, summand, -1),
-        zero,
-        record=record,
-        out_dtype=dtype,
-        launch=ranks_launch(slices, last.shape[0]),
-    )
+    staged = received.reshape(slices * stride, *sums.record.shape)
+    return sums.of_ranks(staged, jnp.where(last >= 0, summand, -1), zero, sums.ranks_launch(slices, last.shape[0]))
 
 
 def _table_launch(spec: Spec, config: KernelConfig) -> Launch:
