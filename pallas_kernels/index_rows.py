@@ -21,12 +21,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from xen_moe_jax.pallas_kernels.launch import Launch, divided
-from xen_moe_jax.pallas_kernels.order_pairs import BLOCK, SUBLANES, counted_by_depth, ordered, packed
+from xen_moe_jax.pallas_kernels.order_pairs import (
+    BLOCK,
+    SUBLANES,
+    copy_now,
+    counted_by_depth,
+    for_each_entry,
+    ordered,
+    packed,
+)
 from xen_moe_jax.pallas_kernels.record import LANES, Header, Record
 
 PADDING = 128
 """Places behind a window, for rows that lie in another one."""
-AT_ONCE = 8
 FILLED = 4096
 """Places of a window that one DMA fills; of a smaller window it fills a quarter of that."""
 POSITIONS = 32 * 1024
@@ -152,7 +159,7 @@ def _write(refs: _Refs, static: _Static, first_row: Any) -> None:
     def known(line: Any, n: Any) -> Any:
         return refs.table[line * static.block + n]
 
-    def put(s: Any, n: Any) -> None:
+    def put(s: Any, n: Any, _: int) -> None:
         row = known(s, n)
         refs.positions_window[0, known(s + static.top_k, n)] = row
         at = row - first_row
@@ -160,19 +167,7 @@ def _write(refs: _Refs, static: _Static, first_row: Any) -> None:
         refs.source_window[0, at] = known(static.number, n)
         refs.weights_window[0, at] = known(s + static.weight, n)
 
-    @pl.loop(0, static.top_k)
-    def _(s: Any) -> None:
-        count = known(static.counts, s)
-        whole = lax.div(count, AT_ONCE)
-
-        @pl.loop(0, whole)
-        def _(i: Any) -> None:
-            for n in range(AT_ONCE):
-                put(s, i * AT_ONCE + n)
-
-        @pl.loop(whole * AT_ONCE, count)
-        def _(n: Any) -> None:
-            put(s, n)
+    for_each_entry(lambda s: known(static.counts, s), static.top_k, put)
 
 
 def _collect(refs: _Refs, static: _Static, slot: Any, source: Any, offset: Any, end: Any) -> tuple[Any, Any, Any]:
@@ -233,11 +228,6 @@ def _body(refs: _Refs, *, static: _Static) -> None:
     end = jnp.minimum(first + static.sources, ranks)
     first_row = part * static.window
 
-    def move(origin: Any, target: Any) -> None:
-        dma = pltpu.make_async_copy(origin, target, refs.moved)
-        dma.start()
-        dma.wait()
-
     # every source's tokens again for every window of rows; a slot's row is the same each time
     wanted = (part == 0) | (first_row < refs.facts[ROWS])
     end = jnp.where(wanted, end, first)
@@ -255,7 +245,7 @@ def _body(refs: _Refs, *, static: _Static) -> None:
         origin = refs.staged.at[pl.ds(0, fill), static.record.header_row]
         pltpu.make_async_copy(origin, refs.headers.at[slot, pl.ds(0, fill)], refs.came.at[slot]).wait()
         _table(refs, static, slot, fill)
-        move(refs.lines.at[0], refs.table)
+        copy_now(refs.lines.at[0], refs.table, refs.moved)
         _write(refs, static, first_row)
         return 1 - slot, following, source, offset
 
@@ -263,12 +253,12 @@ def _body(refs: _Refs, *, static: _Static) -> None:
 
     @pl.when((first < ranks) & (part == 0))
     def _() -> None:
-        move(refs.positions_window, refs.positions.at[step])
+        copy_now(refs.positions_window, refs.positions.at[step], refs.moved)
 
     @pl.when(turn == pl.num_programs(2) - 1)
     def _() -> None:
         for rows, out in ((refs.source_window, refs.source), (refs.weights_window, refs.weights)):
-            move(rows.at[:, pl.ds(0, static.window)], out.at[core, part])
+            copy_now(rows.at[:, pl.ds(0, static.window)], out.at[core, part], refs.moved)
 
 
 def smem_bytes(tokens: int, top_k: int, window: int) -> int:

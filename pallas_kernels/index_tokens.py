@@ -21,14 +21,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from xen_moe_jax.pallas_kernels.launch import Launch
-from xen_moe_jax.pallas_kernels.order_pairs import SUBLANES, counted_by_depth, dot, ordered, packed
+from xen_moe_jax.pallas_kernels.order_pairs import (
+    SUBLANES,
+    copy_now,
+    counted_by_depth,
+    dot,
+    for_each_entry,
+    ordered,
+    packed,
+)
 from xen_moe_jax.pallas_kernels.place import TOKEN_BITS, Visits
 from xen_moe_jax.pallas_kernels.record import LANES, Header, Record
 
-AT_ONCE, READ = 8, 4
-"""Slots that one turn of a loop writes, and the number of them that it reads before the first write: the numbers in
-between must fit the scalar registers.
-"""
+READ = 4
+"""Slots that are read before the first of them is written: the numbers in between must fit the scalar registers."""
 FILLED = 2048
 """Entries of a window that one DMA fills; windows are multiples of it."""
 
@@ -284,19 +290,7 @@ def _write(refs: _Refs, static: _Static) -> None:
             refs.source_window[place] = record
             refs.weights_window[row] = bits
 
-    @pl.loop(0, top_k)
-    def _(s: Any) -> None:
-        count = known(static.counts, s)
-        many = lax.div(count, AT_ONCE)
-
-        @pl.loop(0, many)
-        def _(i: Any) -> None:
-            for n in range(0, AT_ONCE, READ):
-                put(s, i * AT_ONCE + n, READ)
-
-        @pl.loop(many * AT_ONCE, count)
-        def _(n: Any) -> None:
-            put(s, n, 1)
+    for_each_entry(lambda s: known(static.counts, s), top_k, put, READ)
 
 
 def _body(refs: _Refs, *, static: _Static) -> None:
@@ -304,17 +298,12 @@ def _body(refs: _Refs, *, static: _Static) -> None:
         origin = refs.staged.at[source, static.record.header_row]
         return pltpu.make_async_copy(origin, refs.headers.at[source, pl.ds(0, static.tokens)], refs.came)
 
-    def move(origin: Any, target: Any) -> None:
-        dma = pltpu.make_async_copy(origin, target, refs.moved)
-        dma.start()
-        dma.wait()
-
     def fill(window: Any, value: int) -> None:
         refs.filled[...] = jnp.full(refs.filled.shape, value, jnp.int32)
 
         @pl.loop(0, window.shape[0] // FILLED)
         def _(i: Any) -> None:
-            move(refs.filled.at[0], window.at[pl.ds(pl.multiple_of(i * FILLED, FILLED), FILLED)])
+            copy_now(refs.filled.at[0], window.at[pl.ds(pl.multiple_of(i * FILLED, FILLED), FILLED)], refs.moved)
 
     @pl.loop(0, static.ranks)
     def _(source: Any) -> None:
@@ -341,14 +330,14 @@ def _body(refs: _Refs, *, static: _Static) -> None:
     @pl.loop(0, static.ranks)
     def _(source: Any) -> None:
         _sort(refs, static, source, _Starts(*(refs.starts[n][:, :1] for n in range(len(_Starts._fields)))))
-        move(refs.lines.at[0], refs.table)
+        copy_now(refs.lines.at[0], refs.table, refs.moved)
         _write(refs, static)
 
-    move(refs.source_window, refs.source)
-    move(refs.weights_window, refs.weights)
-    move(refs.blocks_row.at[0], refs.blocks)
-    move(refs.gathered_row.at[0], refs.gathered)
-    move(refs.last_row.at[0], refs.last)
+    copy_now(refs.source_window, refs.source, refs.moved)
+    copy_now(refs.weights_window, refs.weights, refs.moved)
+    copy_now(refs.blocks_row.at[0], refs.blocks, refs.moved)
+    copy_now(refs.gathered_row.at[0], refs.gathered, refs.moved)
+    copy_now(refs.last_row.at[0], refs.last, refs.moved)
 
 
 def _windows(static: _Static) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,6 +27,8 @@ from xen_moe_jax.pallas_kernels.launch import Launch, divided, precision
 BLOCK = 256
 """Pairs that are ordered together at most: counts up to this are exact in bfloat16."""
 SUBLANES = 8
+AT_ONCE = 8
+"""Entries of a table that one turn of a loop writes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +162,32 @@ class Ordered:
 def counted(mask: jax.Array) -> jax.Array:
     """int32 `[1, 1]`: number of true entries of `mask [1, N]`."""
     return jnp.sum(mask.astype(jnp.float32), axis=1, keepdims=True).astype(jnp.int32)
+
+
+def for_each_entry(counts: Callable[[Any], Any], slots: int, put: Callable[..., None], read: int = 1) -> None:
+    """Calls `put(s, first, count)` for the entries of every slot `s` of a table in SMEM, which has `counts(s)` of them:
+    for `read` entries at a time, `AT_ONCE` in a turn of the loop, and for the last ones one at a time."""
+
+    @pl.loop(0, slots)
+    def _(s: Any) -> None:
+        count = counts(s)
+        whole = lax.div(count, AT_ONCE)
+
+        @pl.loop(0, whole)
+        def _(i: Any) -> None:
+            for n in range(0, AT_ONCE, read):
+                put(s, i * AT_ONCE + n, read)
+
+        @pl.loop(whole * AT_ONCE, count)
+        def _(n: Any) -> None:
+            put(s, n, 1)
+
+
+def copy_now(origin: Any, target: Any, semaphore: Any) -> None:
+    """Copies by one DMA, and waits for its end."""
+    dma = pltpu.make_async_copy(origin, target, semaphore)
+    dma.start()
+    dma.wait()
 
 
 def counted_by_depth(depth: jax.Array, slots: int) -> jax.Array:

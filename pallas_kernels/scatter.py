@@ -21,12 +21,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from xen_moe_jax.pallas_kernels.launch import Launch, divided
-from xen_moe_jax.pallas_kernels.order_pairs import BLOCK, SUBLANES, counted_by_depth, ordered, packed
+from xen_moe_jax.pallas_kernels.order_pairs import (
+    BLOCK,
+    SUBLANES,
+    copy_now,
+    counted_by_depth,
+    for_each_entry,
+    ordered,
+    packed,
+)
 from xen_moe_jax.pallas_kernels.record import LANES
 
 MOST_SLOTS = 32
 """Rows of one pair that are brought together at most; a pair with more slots is several pairs."""
-AT_ONCE = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,25 +108,13 @@ def _write(refs: _Refs, static: _Static, slot: Any) -> None:
     def known(line: Any, n: Any) -> Any:
         return refs.table[slot, line * static.block + n]
 
-    def put(s: Any, n: Any) -> None:
+    def put(s: Any, n: Any, _: int) -> None:
         at = known(s, n)
         for value, (rows, wide) in enumerate(zip(refs.windows, static.wide, strict=True)):
             line = static.first_line(value)
             rows[0, at] = known(line + s if wide else line, n)
 
-    @pl.loop(0, static.slots)
-    def _(s: Any) -> None:
-        count = known(static.counts, s)
-        whole = lax.div(count, AT_ONCE)
-
-        @pl.loop(0, whole)
-        def _(i: Any) -> None:
-            for n in range(AT_ONCE):
-                put(s, i * AT_ONCE + n)
-
-        @pl.loop(whole * AT_ONCE, count)
-        def _(n: Any) -> None:
-            put(s, n)
+    for_each_entry(lambda s: known(static.counts, s), static.slots, put)
 
 
 def _body(refs: _Refs, *, static: _Static) -> None:
@@ -130,18 +125,13 @@ def _body(refs: _Refs, *, static: _Static) -> None:
     first = part * static.window
     wanted = first < refs.limit[0]
 
-    def move(origin: Any, target: Any) -> None:
-        dma = pltpu.make_async_copy(origin, target, refs.moved)
-        dma.start()
-        dma.wait()
-
     def copy(slot: Any) -> Any:
         return pltpu.make_async_copy(refs.lines.at[slot, 0], refs.table.at[slot], refs.copied.at[slot])
 
     @pl.when(turn == 0)
     def _() -> None:
         for fill, rows in zip(refs.fill, refs.windows, strict=True):
-            move(fill.at[0], rows)
+            copy_now(fill.at[0], rows, refs.moved)
 
     @pl.when(wanted & (turn < turns))
     def _() -> None:
@@ -158,7 +148,7 @@ def _body(refs: _Refs, *, static: _Static) -> None:
     @pl.when(turn == turns)
     def _() -> None:
         for rows, out in zip(refs.windows, refs.out, strict=True):
-            move(rows, out.at[core, part])
+            copy_now(rows, out.at[core, part], refs.moved)
 
 
 def smem_bytes(slots: int, wide: Sequence[bool], window: int) -> int:

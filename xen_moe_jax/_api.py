@@ -234,9 +234,7 @@ def get_dispatch_layout(
     _validate.names_every_expert(idx, num_experts, caller)
     num_ranks = _validate.integer(num_ranks, "num_ranks", caller, minimum=1)
     if ranks_per_node is not None:
-        ranks_per_node = _validate.integer(ranks_per_node, "ranks_per_node", caller, minimum=1)
-        if num_ranks % ranks_per_node:
-            raise ValueError(f"{caller}: ranks_per_node={ranks_per_node}: must divide num_ranks={num_ranks}")
+        ranks_per_node = _validate.ranks_per_node(ranks_per_node, num_ranks, caller)
     found = _layout.dispatch_layout(idx, num_experts=num_experts, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
     in_rank = found.is_token_in_rank.reshape(*jnp.shape(topk_idx)[:-1], num_ranks)
     return dataclasses.replace(found, is_token_in_rank=in_rank)

@@ -231,9 +231,8 @@ def _decode(
     top_k = jnp.shape(topk_idx)[-1] if jnp.ndim(topk_idx) else 0
     if function.experts is not None or not 0 < top_k <= weights["up"].shape[0]:
         return None
-    fields = {field.name: getattr(function, field.name) for field in dataclasses.fields(function)}
     return tpu_decode.Call(
-        **fields,
+        **vars(function),
         hidden_size=x.shape[-1],
         intermediate_size=weights["up"].shape[-1],
         num_experts=routing["num_experts"],

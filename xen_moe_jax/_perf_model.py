@@ -174,11 +174,7 @@ def perf_model(
     top_k = _validate.integer(top_k, "top_k", caller, minimum=1)
     if top_k > experts:
         raise ValueError(f"{caller}: top_k={top_k}: must be at most num_experts={experts}")
-    per_node = _validate.integer(
-        ranks if ranks_per_node is None else ranks_per_node, "ranks_per_node", caller, minimum=1
-    )
-    if ranks % per_node:
-        raise ValueError(f"{caller}: ranks_per_node={per_node}: must divide num_ranks={ranks}")
+    per_node = _validate.ranks_per_node(ranks_per_node, ranks, caller)
     if not isinstance(links, Links):
         raise TypeError(f"{caller}: links={links!r}: must be an xm.Links")
     dtype, small, calls = _validate.dtype(dtype, caller), tokens <= SMALL_BATCH, 1

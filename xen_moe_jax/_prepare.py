@@ -33,7 +33,7 @@ class Static:
     @property
     def params(self) -> dict[str, Any]:
         """The fields as parameters of a primitive."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return dict(vars(self))
 
 
 class Known(NamedTuple):

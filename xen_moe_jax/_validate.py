@@ -264,6 +264,14 @@ def exact_slots(slots_per_rank: Any, num_experts: int, num_ranks: int, caller: s
     return integer(slots_per_rank, "slots_per_rank", caller, minimum=local + (num_ranks > 1))
 
 
+def ranks_per_node(value: Any, num_ranks: int, caller: str) -> int:
+    """Returns `value` as an int, or `num_ranks` for None. Raises ValueError unless it divides them."""
+    number = integer(num_ranks if value is None else value, "ranks_per_node", caller, minimum=1)
+    if num_ranks % number:
+        raise ValueError(f"{caller}: ranks_per_node={number}: must divide num_ranks={num_ranks}")
+    return number
+
+
 def same_tokens(token_dims: tuple[int, ...], spec: Spec, caller: str) -> None:
     """Raises ValueError unless these are the tokens of the dispatch, in its dimensions or as `[T]`."""
     if token_dims not in ((spec.num_tokens,), spec.token_dims):

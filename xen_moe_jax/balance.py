@@ -133,10 +133,7 @@ def plan(
     caller = "balance.plan"
     ranks = _validate.integer(num_ranks, "num_ranks", caller, minimum=1)
     slots = _validate.integer(slots_per_rank, "slots_per_rank", caller, minimum=1)
-    per_node = ranks if ranks_per_node is None else ranks_per_node
-    per_node = _validate.integer(per_node, "ranks_per_node", caller, minimum=1)
-    if ranks % per_node:
-        raise ValueError(f"{caller}: ranks_per_node={per_node}: must divide num_ranks={ranks}")
+    per_node = _validate.ranks_per_node(ranks_per_node, ranks, caller)
     load = _load(counts, caller)
     up = np.ones(ranks, bool) if alive is None else known_array(alive, caller, "alive")
     least = _validate.integer(min_replicas, "min_replicas", caller, minimum=1)

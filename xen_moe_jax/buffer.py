@@ -51,7 +51,7 @@ def buffer_size_hint(
     checked = {name: _validate.integer(value, name, caller, minimum=1) for name, value in sizes.items()}
     experts = max(256, num_ranks) if num_experts is None else num_experts
     checked["num_experts"] = _validate.integer(experts, "num_experts", caller, minimum=1)
-    per_node = checked_nodes(ranks_per_node, checked["num_ranks"], caller)
+    per_node = _validate.ranks_per_node(ranks_per_node, checked["num_ranks"], caller)
     parsed: Wire | None = _validate.wire(wire, caller)
     name = _validate.backend(backend, caller) or backends.for_platform(_mesh.platform())
     checked_dtype = _validate.dtype(dtype, caller)
@@ -68,16 +68,6 @@ def buffer_size_hint(
     checked["num_experts"] = checked["num_ranks"] * slots
     rows_at_once = checked["num_tokens"] * _home_sums.slots_at_once(checked["num_tokens"], checked["top_k"])
     return size(**checked, wire=parsed, rows_at_once=rows_at_once, **common)
-
-
-def checked_nodes(ranks_per_node: Any, num_ranks: int, caller: str) -> int:
-    """`ranks_per_node` as an int, all of them for None."""
-    if ranks_per_node is None:
-        return num_ranks
-    per_node = _validate.integer(ranks_per_node, "ranks_per_node", caller, minimum=1)
-    if num_ranks % per_node:
-        raise ValueError(f"{caller}: ranks_per_node={per_node}: must divide num_ranks={num_ranks}")
-    return per_node
 
 
 class Buffer:
@@ -154,7 +144,7 @@ class Buffer:
                 "pass None or more"
             )
         open_buffer = backends.load(self.backend).open_buffer
-        per_node = checked_nodes(ranks_per_node, ranks, "Buffer")
+        per_node = _validate.ranks_per_node(ranks_per_node, ranks, "Buffer")
         self._memory = (
             None if open_buffer is None else open_buffer(mesh, names, self.size_bytes, self.channel, per_node)
         )

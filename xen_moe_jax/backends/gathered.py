@@ -1,4 +1,4 @@
-"""The local parts of an `all_gather`: the bytes that travel through a wire, and the arrangement of the result."""
+"""The local parts of an `all_gather` and an `all_to_all`: the bytes that travel, and the arrangement of the result."""
 
 from __future__ import annotations
 
@@ -11,9 +11,17 @@ from jax import lax
 from xen_moe_jax._quantize import Wire, from_wire, quantize_arrays
 
 
+def parts_of(x: jax.Array, axis: int, count: int, tiled: bool) -> jax.Array:
+    """Returns `[count, ...]`, the parts of `x` that an `all_to_all` sends to each rank: the entries of `axis`, or, if
+    `tiled`, equal chunks along it."""
+    if tiled:
+        x = x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x, axis, 0)
+
+
 def arranged(parts: jax.Array, axis: int, tiled: bool) -> jax.Array:
-    """Brings `[R, ...]`, the parts of all ranks, into the form of `jax.lax.all_gather`: stacked along a new `axis`, or,
-    if `tiled`, concatenated along an old one."""
+    """Brings `[R, ...]`, the parts of all ranks, into the form of `jax.lax`: stacked along a new `axis`, or, if
+    `tiled`, concatenated along an old one."""
     parts = jnp.moveaxis(parts, 0, axis)
     if not tiled:
         return parts

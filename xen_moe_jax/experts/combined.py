@@ -53,8 +53,7 @@ class Return:
     config: KernelConfig | None = None
 
     def __call__(self, y: jax.Array, handle: Handle, *, weighted: bool) -> jax.Array:
-        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return combine(y, handle, weighted=weighted, **options)
+        return combine(y, handle, weighted=weighted, **vars(self))
 
     def transposed(self, cotangent: jax.Array, handle: Handle) -> jax.Array:
         """Returns the rows `[C, H]` of a cotangent `[T, H]`. Rows past the last group are unspecified: the kernels do

@@ -90,13 +90,8 @@ def attributes(
 def all_to_all(exchange: Exchange, x: jax.Array) -> jax.Array:
     """Computes `jax.lax.all_to_all`: an array of the dtype of `x`, with the shape that `jax.lax` documents."""
     mesh = _mesh.lowering_mesh()
-    split_axis, concat_axis = exchange.split_axis, exchange.concat_axis
     ranks = _mesh.group_size(exchange.axis_sizes, exchange.axis_index_groups)
-    if exchange.tiled:
-        parts = x.reshape(*x.shape[:split_axis], ranks, x.shape[split_axis] // ranks, *x.shape[split_axis + 1 :])
-    else:
-        parts = x
-    parts = jnp.moveaxis(parts, split_axis, 0)
+    parts = gathered.parts_of(x, exchange.split_axis, ranks, exchange.tiled)
     unit_bytes = parts[0].size * x.dtype.itemsize
     attrs = attributes(
         exchange.config,
@@ -112,11 +107,7 @@ def all_to_all(exchange: Exchange, x: jax.Array) -> jax.Array:
     keys = devices.groups(mesh, exchange.axis_name, exchange.axis_index_groups)
     results = [jax.ShapeDtypeStruct(parts.shape, x.dtype)]
     (out,) = call.ffi_call("xen_moe_exchange", (parts,), results, keys, attrs, between_nodes=False)
-    out = jnp.moveaxis(out, 0, concat_axis)
-    if exchange.tiled:
-        shape = out.shape
-        out = out.reshape(*shape[:concat_axis], shape[concat_axis] * shape[concat_axis + 1], *shape[concat_axis + 2 :])
-    return out
+    return gathered.arranged(out, exchange.concat_axis, exchange.tiled)
 
 
 def ragged_all_to_all(exchange: Exchange, operand: jax.Array, output: jax.Array, *segments: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xen_moe_jax._config import KernelConfig
+from xen_moe_jax.backends import gathered
 from xen_moe_jax.backends.base import Exchange
 from xen_moe_jax.backends.pallas import hardware
 from xen_moe_jax.pallas_kernels.exchange import Runs, exchange
@@ -26,12 +27,7 @@ def all_to_all(call: Exchange, x: jax.Array) -> jax.Array:
     axes = Axes(call.axis_name, call.axis_sizes)
     ids, place = _group(axes, call.axis_index_groups)
     peers = ids.shape[0]
-    split_axis, concat_axis = call.split_axis, call.concat_axis
-    if call.tiled:
-        shape = x.shape
-        x = x.reshape(*shape[:split_axis], peers, shape[split_axis] // peers, *shape[split_axis + 1 :])
-    parts = jnp.moveaxis(x, split_axis, 0)
-    rows, restore = _as_rows(parts, "all_to_all")
+    rows, restore = _as_rows(gathered.parts_of(x, call.split_axis, peers, call.tiled), "all_to_all")
     one = jnp.ones((peers,), jnp.int32)
     received = exchange(
         rows,
@@ -40,12 +36,7 @@ def all_to_all(call: Exchange, x: jax.Array) -> jax.Array:
         axes=axes,
         launch=_launch(axes, call.axis_index_groups, call.config),
     )
-    received = restore(received)  # [peers, *rest], element p from peer p
-    if not call.tiled:
-        return jnp.moveaxis(received, 0, concat_axis)
-    received = jnp.moveaxis(received, 0, concat_axis)
-    shape = received.shape
-    return received.reshape(*shape[:concat_axis], peers * shape[concat_axis + 1], *shape[concat_axis + 2 :])
+    return gathered.arranged(restore(received), call.concat_axis, call.tiled)  # element p is from peer p
 
 
 def ragged_all_to_all(call: Exchange, operand: jax.Array, output: jax.Array, *segments: jax.Array) -> jax.Array:
