@@ -34,6 +34,7 @@ from xen_moe_jax._quantize import Wire, dequantize_arrays, parse_wire, quantize_
 from xen_moe_jax._quantized_weight import QuantizedWeight, without_gradient
 from xen_moe_jax._spec import SCALE_BLOCK as BLOCK
 from xen_moe_jax._types import BlockScaled, experts_of_rows
+from xen_moe_jax.backends.pallas import hardware
 from xen_moe_jax.experts import hopper, hopper_float8
 from xen_moe_jax.experts.arrived import ArrivedRows
 from xen_moe_jax.experts.function import ExpertFunction
@@ -278,7 +279,8 @@ def _product(
 
 def _sums(multiply: Callable[..., jax.Array], left: jax.Array, right: jax.Array, *others: jax.Array) -> jax.Array:
     """Returns `multiply(left, right, *others, preferred_element_type=...)` of quantized factors, sums of up to 128
-    products, in float32. fp8 becomes bfloat16, which holds each of its numbers; int8 has exact sums in int32.
+    products, in float32. fp8 becomes bfloat16, which holds each of its numbers, but on a TPU whose matrix units
+    multiply two factors in fp8; int8 has exact sums in int32.
 
     For CUDA, int8 becomes bfloat16 as well. Its sums stay below 2**24, so that they are exact in float32, too. Without
     autotuning, XLA takes a tile for int8 that is 16 elements deep, and an instruction that multiplies 32. It fills both
@@ -293,7 +295,9 @@ def _sums(multiply: Callable[..., jax.Array], left: jax.Array, right: jax.Array,
         return multiply(*operands, preferred_element_type=jnp.int32).astype(jnp.float32)
 
     if left.dtype != jnp.int8:
-        return wide(left, right, *others)
+        as_they_are = hardware.traced_for().multiplies_two_float8
+        product = functools.partial(multiply, preferred_element_type=jnp.float32) if as_they_are else wide
+        return product(left, right, *others)
     return jax.lax.platform_dependent(left, right, *others, cuda=wide, default=narrow)
 
 

@@ -122,20 +122,40 @@ def test_a_decode_of_the_flax_layer_is_grouped_and_gathered():
 
 
 @pytest.mark.tpu_aot
-def test_experts_in_int8_are_multiplied_in_int8():
-    """Each block of 128 of the contracted dimension is a grouped matmul of XLA's with sums in int32."""
+@pytest.mark.parametrize(
+    "generation, dtype, operand, sums",
+    [
+        ("v5e", "int8", "s8", "s32"),
+        ("tpu7x", "float8_e4m3fn", "f8e4m3fn", "f32"),
+        # it would convert fp8 to float32 in front of the matmul
+        pytest.param("v6e", "float8_e4m3fn", "bf16", "f32", marks=pytest.mark.slow),
+    ],
+)
+def test_quantized_experts_are_multiplied_as_they_are(generation, dtype, operand, sums):
+    """Each block of 128 of the contracted dimension is a grouped matmul of XLA's, and a block of 128 rows of a gradient
+    of weights is a matmul. Their operands are in the experts' dtype where the chip multiplies it."""
     pytest.importorskip("libtpu", reason="compiling for TPU needs libtpu: pip install 'xen-moe-jax[tpu]'")
-    mesh = tpu_topologies.mesh("v5e")
+    mesh = tpu_topologies.mesh(generation)
     config = MoEConfig(
         hidden_size=256, intermediate_size=128, num_experts=16, top_k=2, kernel=xm.KernelConfig(backend="pallas"),
-        expert_dtype="int8", wire="int8",
+        expert_dtype=dtype, wire=dtype,
     )  # fmt: skip
     layer = linen.MoE(config, mesh=mesh)
     x = jax.ShapeDtypeStruct((8 * 64, 256), jnp.bfloat16, sharding=NamedSharding(mesh, RANK_SPEC))
     variables = jax.eval_shape(layer.init, jax.random.key(0), x)
-    text = jax.jit(layer.apply).trace(variables, x).lower(lowering_platforms=("tpu",)).compile().as_text()
-    sums = re.findall(r"%ragged-dot-none\S* = (\w+)\[.* custom-call", text)
-    assert sums == ["s32"] * 5, sums  # gate and up: two blocks each; down: one
+
+    def total(variables, x):
+        return layer.apply(variables, x)[0].astype(jnp.float32).sum()
+
+    run = jax.jit(jax.value_and_grad(total, (0, 1)))
+    text = run.trace(variables, x).lower(lowering_platforms=("tpu",)).compile().as_text()
+    calls = re.findall(r"%ragged-dot-none\S* = (\w+)\[.* custom-call\(.* operand_layout_constraints=\{(.*?\})\}", text)
+    # gate and up: two blocks each; down: one; cotangents by gate and by up: one each, by down: two
+    assert [kind for kind, _ in calls] == [sums] * 9, calls
+    assert all(len(re.findall(rf"\b{operand}\[", operands)) == 2 for _, operands in calls), calls
+    kinds = dict(re.findall(r"(%[\w.-]+) = (\w+)\[", text))
+    blocks = re.findall(rf"= {sums}\[\S* convolution\((%[\w.-]+), (%[\w.-]+)\)", text)
+    assert [(kinds[left], kinds[right]) for left, right in blocks].count((operand, operand)) >= 3, blocks
 
 
 STEP = re.compile(r"^\s*%xen_moe_(?:(start|done)|grouped_(products|transposed|by_weight))\S* = .*tpu_custom_call")

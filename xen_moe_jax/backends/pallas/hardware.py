@@ -26,12 +26,14 @@ class Generation:
     name: as in TPU topology names.
     vmem_bytes: VMEM of one TensorCore. cores: TensorCores that share a device.
     multiplies_float8: the matrix units multiply bfloat16 by float8_e4m3fn; elsewhere fp8 is converted first.
+    multiplies_two_float8: they multiply float8_e4m3fn by float8_e4m3fn, with half as many instructions as bfloat16.
     """
 
     name: str
     vmem_bytes: int
     cores: int = 1
     multiplies_float8: bool = True
+    multiplies_two_float8: bool = False
 
 
 GENERATIONS = {
@@ -42,7 +44,7 @@ GENERATIONS = {
     "TPU v5p": Generation("v5p", 64 * MIB, cores=2),
     "TPU v6e": Generation("v6e", 128 * MIB),
     "TPU v6 lite": Generation("v6e", 128 * MIB),
-    "TPU7x": Generation("tpu7x", 64 * MIB),
+    "TPU7x": Generation("tpu7x", 64 * MIB, multiplies_two_float8=True),
 }
 """Generations by JAX's `device_kind`."""
 SMALLEST = Generation("unknown TPU", 16 * MIB, multiplies_float8=False)
@@ -81,6 +83,13 @@ def generation() -> Generation:
     devices = _devices(mesh)
     kind = devices.flat[0].device_kind if devices is not None else getattr(_abstract(mesh), "device_kind", None)
     return GENERATIONS.get(kind or "", SMALLEST)
+
+
+def traced_for() -> Generation:
+    """The generation that the code being traced will most likely run on: that of the mesh where the mesh knows it, and
+    else that of JAX's default backend."""
+    kind = getattr(getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None), "device_kind", None)
+    return GENERATIONS.get(kind or jax.devices()[0].device_kind, SMALLEST)
 
 
 def lowers_flat_arrays(config: KernelConfig) -> bool:
