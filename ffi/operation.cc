@@ -291,7 +291,7 @@ ffi::ErrorOr<const Member*> Enter(const Plan& plan, const Needs& needs, int32_t 
   }
   workspace.launches.fetch_add(1, std::memory_order_relaxed);
   if (capturing) workspace.captured.fetch_add(1, std::memory_order_relaxed);
-  *launching = std::shared_lock<std::shared_mutex>(workspace.launching());
+  *launching = workspace.Launch(needs);
   return member;
 }
 

@@ -38,6 +38,13 @@ class StagingMemory {
   // Frees generations that no local rank uses any more, if there may be any. Cheap.
   void ReclaimIfStale();
   bool stale() const { return stale_.load(std::memory_order_relaxed); }
+  // Begins the launch of an operation of `needs`, which lasts as long as the lock that it returns. An operation without
+  // flags uses no staging memory (cuda_kernels/core/alone.h), so that growth need not wait for its end.
+  std::shared_lock<std::shared_mutex> Launch(const Needs& needs) {
+    std::shared_lock<std::shared_mutex> lock(launching_);
+    if (needs.flag_bytes != 0) used_.store(true, std::memory_order_relaxed);
+    return lock;
+  }
   // Held shared while a kernel is launched, and exclusively while data changes on which running kernels rely.
   std::shared_mutex& launching() { return launching_; }
 
@@ -120,6 +127,7 @@ class StagingMemory {
   std::atomic<uint32_t> newest_{0};
   std::atomic<int> held_{0};
   std::atomic<bool> stale_{false};  // there may be generations to free
+  std::atomic<bool> used_{false};   // an operation that uses staging memory has been launched, or captured into a graph
   std::shared_mutex launching_;
 };
 

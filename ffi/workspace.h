@@ -37,7 +37,7 @@ class Workspace {
   void Release(double seconds) { staging_.Release(seconds); }
   void ReclaimIfStale() { staging_.ReclaimIfStale(); }
   bool stale() const { return staging_.stale(); }
-  std::shared_mutex& launching() { return staging_.launching(); }
+  std::shared_lock<std::shared_mutex> Launch(const Needs& needs) { return staging_.Launch(needs); }
   uint64_t staging_bytes() const { return staging_.staging_bytes(); }
   uint64_t scratch_bytes() const { return staging_.scratch_bytes(); }
   int generation() const { return staging_.newest(); }

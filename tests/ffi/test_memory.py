@@ -213,6 +213,7 @@ def test_growing_on_and_on_without_a_run_keeps_a_bounded_number_of_generations(m
 def test_growth_does_not_replace_what_a_busy_gpu_may_use(memory):
     workspace = memory.workspace([0, 1], 2, 0)
     memory.serve(workspace, *SMALL, 1.0)
+    assert run(memory, workspace)
     memory.set_busy(True)
     for factor in range(2, 5):
         memory.serve(workspace, SMALL[0] * factor, *SMALL[1:], 1.0)
@@ -224,6 +225,19 @@ def test_growth_does_not_replace_what_a_busy_gpu_may_use(memory):
     memory.serve(workspace, SMALL[0] * 5, *SMALL[1:], 1.0)
     memory.set_busy(False)
     assert run(memory, workspace, (SMALL[0] * 5, *SMALL[1:]), times=3)
+
+
+def test_growth_waits_for_no_kernel_that_uses_no_staging_memory(memory):
+    """The kernels of a rank alone report no generation, and may keep a GPU busy for hours."""
+    workspace = memory.workspace([0], 1, 0)
+    memory.serve(workspace, 0, 256, 0, 1.0)
+    memory.set_busy(True)
+    for factor in range(1, 9):
+        memory.serve(workspace, SMALL[0] * factor, *SMALL[1:], 1.0)
+        (listed,) = memory.workspaces()
+        assert listed["generations_held"] <= 4
+    assert run(memory, workspace, (SMALL[0] * 8, *SMALL[1:]), times=3)
+    memory.set_busy(False)
 
 
 def test_groups_of_a_mesh_grow_together(memory):

@@ -79,6 +79,7 @@ bool AwaitChunks(Workspace& workspace, const Member& member, uint32_t generation
 // Runs one operation on every rank of a process's group, as the kernels do: announce, choose the generation, complete.
 // Returns, for each rank, whether its results are good.
 std::vector<bool> RunOperation(Workspace& workspace, const Needs& needs, uint32_t signature) {
+  const auto launching = workspace.Launch(needs);
   const auto& members = workspace.members();
   std::vector<bool> good;
   std::vector<uint32_t> generations;  // used by each rank
