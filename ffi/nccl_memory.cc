@@ -1,9 +1,12 @@
 #include "ffi/nccl_memory.h"
 
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -24,6 +27,18 @@ constexpr double kGraceSeconds = 2.0;
 
 // The reason for which the last failed call of this thread failed.
 thread_local std::string reason;
+
+// Called when this process gives up on NCCL, of which a thread may still work. At exit the destructors of NCCL and CUDA
+// would free what that thread uses, so from now on the process ends without the destructors of all libraries that it
+// has loaded up to here. Its exit status and what it has written remain.
+void EndWithoutDestructors() {
+  [[maybe_unused]] static const int once = on_exit(
+      [](int status, void*) {
+        std::fflush(nullptr);
+        _exit(status);
+      },
+      nullptr);
+}
 
 class Nccl {
  public:
@@ -243,6 +258,7 @@ class Nccl {
   // Called with `mutex_` held after a collective step has failed here. This process cannot know which other processes
   // believe that the step succeeded, so it makes no further windows.
   void Break(const std::string& why) {
+    EndWithoutDestructors();
     broken_ = reason = why + ". Memory between processes cannot grow any more; start all processes of the job again";
     bool unused = true;
     for (const auto& block : blocks_) unused = unused && block.second.window == nullptr;
@@ -254,6 +270,7 @@ class Nccl {
     NcclComm* const comm = comm_;
     comm_ = nullptr;
     if (comm == nullptr) return;
+    EndWithoutDestructors();
     std::thread([this, comm] {
       try {
         const OnGpu on(*this);

@@ -332,6 +332,13 @@ def test_a_process_that_is_stuck_inside_nccl_ends_growth_and_leaves_what_there_i
             assert result["serves"] and result["seen"] and result["aborted"] == 0
 
 
+def test_a_process_that_has_given_up_ends_with_its_own_status_beside_a_thread_of_nccl(tmp_path):
+    with job("ends_inside", tmp_path) as running:
+        for process in running:
+            _, errors = process.communicate(timeout=100)
+            assert process.returncode == 7 and "had not ended after 2 s" in errors, (process.returncode, errors[-2000:])
+
+
 # -- device communicators ----------------------------------------------------------------------------------------------
 
 

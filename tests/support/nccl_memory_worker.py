@@ -166,6 +166,13 @@ def one_is_silent(rank: Rank) -> dict:
     }
 
 
+def ends_inside(rank: Rank) -> dict:
+    """A call of NCCL never ends. The processes give up, and each ends by itself, with a status of its own."""
+    rank.nccl.set("stall", 2)
+    print(rank.serve(rank.workspace(), SMALL, 2.0), file=sys.stderr)
+    sys.exit(7)
+
+
 # size, magic, version; then the words that differ between two requests
 HEAD = struct.Struct("QII")
 MAGIC = 0xCAFEBEEF
