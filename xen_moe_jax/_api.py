@@ -49,7 +49,8 @@ def dispatch(
         `x [B, S, H]` with `topk_idx`, `topk_weights` `[B, S, K]`: `T` is then their product, `routed` is that of the
         tokens in one row, and `combine` returns `[B, S, H_out]`.
       topk_idx: integer `[T, K]`, global expert of each slot; an entry outside `[0, num_experts)` is an unused slot. Any
-        integer dtype that can name every expert.
+        integer dtype that can name every expert. Without `jax_enable_x64`, JAX cuts 64-bit integers of NumPy to 32 bits
+        where they become arguments of `jax.jit`: 2**32 would name expert 0. So cast or mask them before.
       topk_weights: float `[T, K]`, router weights; None means 1.
       num_experts: global number of experts `E`; need not divide by `R`.
       axis_name: mesh axis, or `(slow, fast)` pair of axes.

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xen_moe_jax import _exact, _validate
+from xen_moe_jax import _exact, _layout, _validate
 from xen_moe_jax._api import dispatch
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._float8_weight import Float8Weight
@@ -266,8 +266,7 @@ def _few_tokens(
         return composed(x, topk_idx, topk_weights, weights, info)
     # the operands of a dispatch are checked as it checks them
     jax.eval_shape(functools.partial(composed, weights=weights), x, topk_idx, topk_weights)
-    slots = topk_idx.reshape(-1, call.top_k).astype(jnp.int32)
-    slots = jnp.where((slots >= 0) & (slots < call.num_experts), slots, -1)
+    slots = _layout.sanitize(topk_idx.reshape(-1, call.top_k), call.num_experts)
     factors = topk_weights.reshape(-1, call.top_k)
     assert isinstance(call.experts, tpu_decode.Experts)
     return tpu_decode_layer.layer(call.experts, composed, weights, rows, slots, factors).reshape(x.shape)

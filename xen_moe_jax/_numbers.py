@@ -37,6 +37,15 @@ def as_float(value: Any) -> float | None:
     return None if math.isnan(found) else found
 
 
+def positive_seconds(value: Any, name: str, caller: str) -> float:
+    """Returns a number of seconds as a float. Raises ValueError where it is not positive, or no number: NaN is refused
+    too, since no time is later than NaN and a wait would never end."""
+    seconds = as_float(value)
+    if seconds is None or seconds <= 0:
+        raise ValueError(f"{caller}: {name}={value!r}: must be positive seconds")
+    return seconds
+
+
 def as_bool(value: Any) -> bool | None:
     """Returns a bool or a NumPy bool as a bool; None for everything else."""
     return bool(value) if isinstance(value, bool | np.bool_) else None
@@ -45,10 +54,16 @@ def as_bool(value: Any) -> bool | None:
 def array(x: Any, caller: str, name: str) -> jax.Array:
     """Returns `x` as a JAX array. Raises TypeError, which names `caller` and the argument `name`, if JAX can make no
     array of it, or none that holds its integers."""
+    held = jnp.iinfo(jnp.asarray(0).dtype)
     try:
-        return jnp.asarray(x)
+        made = jnp.asarray(x)
+        if not isinstance(x, np.ndarray | np.generic) or x.dtype.kind not in "iu" or x.dtype == made.dtype:
+            return made
+        held = jnp.iinfo(made.dtype)  # of 32 bits: JAX cuts numbers of 64 bits without a word
+        if not x.size or (held.min <= x.min() and x.max() <= held.max):
+            return made
+        raise OverflowError
     except OverflowError:
-        held = jnp.iinfo(jnp.asarray(0).dtype)
         wrong = f"={reprlib.repr(x)}: integers must be in [{held.min}, {held.max}], those of {held.dtype}"
     except (TypeError, ValueError):
         wrong = f" is a {type(x).__name__}: must be an array"

@@ -248,6 +248,22 @@ def test_routes_of_no_tokens_and_unsigned_routings():
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_numbers_that_jax_would_cut_are_named(dtype):
+    """JAX would make 3 rows of 2**32 + 3."""
+    mesh = jax.make_mesh((1,), ("ep",), devices=jax.devices()[:1])
+
+    def moved(size):
+        sizes = np.array([size], dtype)
+        x = jnp.ones((4, 2))
+        return xm.ragged_all_to_all(x, x, sizes * 0, sizes, sizes * 0, sizes, axis_name="ep")
+
+    run = jax.shard_map(lambda: moved(3), mesh=mesh, in_specs=(), out_specs=jax.P("ep"))
+    assert run().shape == (4, 2)
+    with pytest.raises(TypeError, match=r"ragged_all_to_all: send_sizes=array.*must be in \[.*32"):
+        jax.eval_shape(jax.shard_map(lambda: moved(2**32 + 3), mesh=mesh, in_specs=(), out_specs=jax.P("ep")))
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
 def test_an_index_beyond_int32_is_an_unused_slot(dtype):
     """JAX would cut 2**32 to expert 0."""
     home, far = xm.balance.home(E, 2), np.full((2, T, K), 2**32, dtype)

@@ -64,6 +64,18 @@ def test_a_call_with_few_tokens_is_one_kernel():
     jax.tree.map(assert_close, gradients, expected_gradients)
 
 
+def test_an_index_of_64_bits_beyond_32_is_an_unused_slot():
+    x, idx, factors, weights, biases = operands()
+    with jax.enable_x64():
+        far = jnp.where(idx == 3, 2**32 + 3, idx.astype(jnp.int64))
+        traced = jax.make_jaxpr(program(KERNEL))(x, factors, weights, biases, far)
+        assert "xen_moe_decode_layer" in str(traced)
+        with interpreter.of_layers_alone():
+            (_, y), _ = jax.jit(program(KERNEL))(x, factors, weights, biases, far)
+    (_, expected), _ = jax.jit(program(xm.KernelConfig()))(x, factors, weights, biases, jnp.where(idx == 3, -1, idx))
+    assert np.abs(y - expected).max() <= 3e-6 * np.abs(expected).max()
+
+
 def test_counts_come_from_a_dispatch_and_its_experts_are_a_kernel():
     x, idx, factors, weights, biases = operands()
     given = x, factors, weights, biases, idx
