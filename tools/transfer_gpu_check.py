@@ -1,12 +1,13 @@
 """Tries `xen_moe_jax.transfer` on two GPUs of one host: one process per GPU, everything in one call.
 
-    python tools/transfer_gpu_check.py [--out DIR] [--gib 4] [--only whole pages ...]
+    python tools/transfer_gpu_check.py [--out DIR] [--gib 4] [--only whole pages ...] [--lock FILE]
     python tools/transfer_gpu_check.py --cpu --gib 1     # a rehearsal without GPUs: the same, but for devices and rates
 
 The program prints for each check whether it passed, with figures, and continues after a failure. The exit status is 1
 if any check failed. The checks are: a JAX array on GPU 0 is written into a window on GPU 1, whole and by pages, and the
 bytes are equal; the rate shows that the bytes go over NVLink; writes from host memory; reads; a push that casts; a
-writer that is killed; and the benchmark's table.
+writer that is killed; and the benchmark's table. With --lock, each of them runs while no other program holds the lock
+of that file (benchmarks/lib/turns.py): programs beside it disturb its rates, and it theirs.
 """
 
 import argparse
@@ -24,6 +25,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.lib import turns  # noqa: E402
 from tools.children import bound  # noqa: E402
 
 NVLINK_FLOOR_GB_PER_S = 100  # PCIe gives 55 at most, a detour through the host less.
@@ -228,6 +230,7 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(os.environ.get("OUT", ".")))
     parser.add_argument("--gib", type=int, default=4, help="size of the large write")
     parser.add_argument("--only", nargs="+", choices=(*CHECKS, "benchmark"), help="default: all")
+    parser.add_argument("--lock", help="hold this file's lock during each check: other programs may run between them")
     parser.add_argument("--cpu", action="store_true", help="a rehearsal on the CPU")
     parser.add_argument("--writer", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -244,7 +247,8 @@ def main():
     chosen = options.only or (*CHECKS, "benchmark")
     for name in [name for name in CHECKS if name in chosen]:
         try:
-            getattr(checks, f"check_{name}")()
+            with turns.alone(options.lock):
+                getattr(checks, f"check_{name}")()
             print(f"ok      {name}", flush=True)
         except Exception:
             failed.append(name)
@@ -253,7 +257,8 @@ def main():
     checks.engine.close()
     try:
         if "benchmark" in chosen:
-            checks.benchmark()
+            with turns.alone(options.lock):
+                checks.benchmark()
             print("ok      benchmark", flush=True)
     except Exception:
         failed.append("benchmark")
