@@ -60,6 +60,28 @@ def test_committing_under_a_writer_that_does_not_stop(engine, window, other):
     assert set(np.unique(before)) <= {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize("first", ["commit", "reset"])
+@pytest.mark.parametrize("second", ["commit", "reset", "close"])
+def test_of_two_threads_one_has_the_generation(window, monkeypatch, first, second):
+    """The second thread comes in while the first one makes the next generation, and a commit also after its wait."""
+    make, wait = window._new_generation, window._core.wait
+
+    def meanwhile(function, *arguments):
+        monkeypatch.undo()
+        result = function(*arguments)
+        getattr(window, second)()
+        return result
+
+    places = [(window, "_new_generation", make)] + [(window._core, "wait", wait)] * (first == "commit")
+    for at, name, function in places if second != "close" else places[:1]:
+        monkeypatch.setattr(at, name, lambda *arguments, function=function: meanwhile(function, *arguments))
+        before = window.generation
+        with pytest.raises(xt.StaleWindow, match=f"{first} of .*window 'w'.*meanwhile"):
+            getattr(window, first)()
+        assert window.generation == before + (second != "close")
+        assert window._state == ("closed" if second == "close" else "open")
+
+
 def test_commit_last_closes_the_window(engine, window, other):
     other.call("keep_target", "w")
     window.commit(10, last=True)

@@ -139,7 +139,7 @@ class Window:
         following = None if last else self._new_generation(generation.number + 1)
         try:
             with core.lock:
-                self._check_usable(request)
+                self._check_unchanged(generation, request)
                 if self._state == "open":
                     self._state = "closing"
                     for writer in list(generation.writers):
@@ -154,16 +154,17 @@ class Window:
             except TransferTimeout as error:
                 error.peer = ", ".join(sorted(writer.name for writer in generation.writers)) or None
                 raise
+            with core.lock:
+                self._check_unchanged(generation, request)
+                generation.region.release()
+                self._state = "closed" if last else "open"
+                if following is not None:
+                    self.open_generation = following
         except BaseException:
             if following is not None:
                 with core.lock:
                     following.region.release()
             raise
-        with core.lock:
-            generation.region.release()
-            self._state = "closed" if last else "open"
-            if following is not None:
-                self.open_generation = following
         arrays = jax.tree.unflatten(self._treedef, [block.array() for block in generation.blocks])
         if self._readable:
             self._publish(arrays)
@@ -173,9 +174,13 @@ class Window:
             self._windows.answer_looks(self)
         return arrays
 
-    def _settled(self, generation: Generation, request: str) -> bool:
+    def _check_unchanged(self, generation: Generation, request: str) -> None:
+        """Raises StaleWindow if another thread has ended the generation since this one let go of the lock."""
         if self.open_generation is not generation or self._state == "closed":
-            raise StaleWindow(f"{request}: the window was reset or closed meanwhile", request=request)
+            raise StaleWindow(f"{request}: the window was committed, reset or closed meanwhile", request=request)
+
+    def _settled(self, generation: Generation, request: str) -> bool:
+        self._check_unchanged(generation, request)
         if generation.lost:
             names = ", ".join(f"{peer.name!r} ({peer.lost})" for peer in generation.lost)
             raise PeerLost(
@@ -192,13 +197,18 @@ class Window:
         The old memory is kept until every peer that had permission to write into it has confirmed, or is known to have
         ended, so that a late write cannot hit other data. It subtracts the generation's own writes from counters.
         """
-        core = self._core
+        core, request = self._core, f"reset of window {self.name!r}"
         with core.lock:
-            self._check_usable(f"reset of window {self.name!r}")
-            number = self.open_generation.number
-        following = self._new_generation(number + 1)
+            self._check_usable(request)
+            old = self.open_generation
+        following = self._new_generation(old.number + 1)
         with core.lock:
-            old, self.open_generation, self._state = self.open_generation, following, "open"
+            try:
+                self._check_unchanged(old, request)
+            except StaleWindow:
+                following.region.release()
+                raise
+            self.open_generation, self._state = following, "open"
             self._windows.arrivals.forget_generation(self.number, old.number)
             self._windows.retire(self, old)
             self._windows.answer_looks(self)
