@@ -203,6 +203,17 @@ def with_memory(group, sizes):
     return group
 
 
+@pytest.mark.parametrize("limit", [None, float("nan"), "10", 0])
+def test_a_time_limit_that_is_none_is_refused_before_the_members_hear_of_it(open_group, limit):
+    """They would let the process in, and wait for it in vain; with NaN it would wait for ever."""
+    member, newcomer = open_group(), open_group()
+    member.join()
+    for call in (newcomer.join, open_group, memory.reset):
+        with pytest.raises(ValueError, match="timeout_s=.*must be positive seconds"):
+            call(timeout_s=limit)
+    assert not member._board.words[_board.WAITING]
+
+
 def test_a_newcomer_with_other_programs_is_refused_alone(open_group):
     member = with_memory(open_group(), {"3 ranks, channel 0": [64, 4096]})
     member.join()

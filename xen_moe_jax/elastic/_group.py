@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from xen_moe_jax import _mesh, _validate, balance
+from xen_moe_jax._numbers import positive_seconds
 from xen_moe_jax._placement import Placement
 from xen_moe_jax.backends.cuda.members import Members
 from xen_moe_jax.elastic._board import LAST_STEP, MOST_SLOTS, Board
@@ -123,12 +124,10 @@ class Group:
             raise ValueError(f"{caller}: slot={slot}: must be below slots={slots}")
         if not isinstance(axis_name, str):
             raise TypeError(f"{caller}: axis_name={axis_name!r}: must be a str")
-        if not timeout_s > 0:  # nor NaN
-            raise ValueError(f"{caller}: timeout_s={timeout_s!r}: must be positive seconds")
+        self._timeout_s = positive_seconds(timeout_s, "timeout_s", caller)
         if placement is not None:
             placement = _checked(placement, getattr(placement, "num_experts", 0), self.num_ranks, caller)
         self.axis_name = axis_name
-        self._timeout_s = float(timeout_s)
         self._base = self.placement = placement
         self._wanted: Placement | None = None  # that of `rebalance`, until all members have adopted it
         self._wanted_at: int | None = None  # the first step of this view, if `_wanted` counts in it
@@ -199,12 +198,14 @@ class Group:
         Raises:
           TimeoutError: the members did not let this process in, or `start_with` processes were not ready. A further
             call tries again.
-          ValueError: `start_with` is more than the group's slots, or the members run other programs than this process.
+          ValueError: `start_with` is more than the group's slots, `timeout_s` is not positive, or the members run other
+            programs than this process.
           elastic.Evicted: the members went on without this process while it was coming in.
           RuntimeError: this process is a member already, the group is closed, or its file of programs was removed.
         """
         if _validate.integer(start_with, "start_with", "elastic.Group.join", minimum=1) > self.num_ranks:
             raise ValueError(f"elastic.Group.join: start_with={start_with}: must be at most slots={self.num_ranks}")
+        timeout_s = positive_seconds(timeout_s, "timeout_s", "elastic.Group.join")
         self._open("join")
         if self.view:
             raise RuntimeError("elastic.Group.join: this process is a member already")

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xen_moe_jax._config import DEFAULT_CONFIG
+from xen_moe_jax._numbers import positive_seconds
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec, worst_case_capacity
 from xen_moe_jax.backends.base import BackendUnavailable
@@ -149,9 +150,8 @@ def reset(timeout_s: float = RESET_S) -> None:
     Raises:
       RuntimeError: a GPU was still busy, or a process did not come. Failed groups stay failed; call it again.
     """
-    if timeout_s <= 0:
-        raise ValueError(f"reset: timeout_s={timeout_s!r}: must be positive seconds")
-    module.registered().reset(float(timeout_s))
+    seconds = positive_seconds(timeout_s, "timeout_s", "reset")
+    module.registered().reset(seconds)
 
 
 def workspaces() -> list[dict[str, Any]]:
