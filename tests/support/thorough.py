@@ -28,7 +28,7 @@ THOROUGH = (
     "tools/test_tpu_check.py::test_a_wrong_kernel_fails_the_step_and_the_next_one_runs",
     "tools/test_tpu_check.py::test_a_slow_kernel_is_named",
     "tools/test_tpu_check.py::test_several_hosts_check_together",
-    "tools/test_transfer_check.py::test_a_check_waits_for_a_program_that_holds_the_lock",  # two processes that start JAX
+    "tools/test_transfer_check.py::test_a_check_waits_for_a_program_that_holds_the_lock",
     "tools/test_four_steps.py::test_every_selection_finds_tests",
     "tools/test_tpu_check_programs.py::test_each_kind_of_program_compiles",
     "tools/test_tpu_check_programs.py::test_every_kernel_compiles",
