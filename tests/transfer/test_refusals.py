@@ -104,6 +104,33 @@ class TestWhatErrorsSay:
         with pytest.raises(OSError, match=r"host='127.0.0.1', port=\d+: cannot listen"):
             xt.Engine(name="second", port=engine._loop.address[1])
 
+    @pytest.mark.parametrize("dtype", [">f4", "U3", object, "M8[D]", "m8[s]", [("a", "i4")], "V4"], ids=str)
+    def test_of_dtypes_whose_name_says_nothing_to_the_other_side(self, sides, dtype):
+        """Numbers in another byte order would arrive as other numbers; behind an array of text no message arrived."""
+        engine, sender, peer, _ = sides
+        array = np.zeros(2, dtype)
+        for call in (lambda: sender.send(peer, array), lambda: engine.publish("p", array)):
+            with pytest.raises(xt.TransferRefused, match="numbers or bools in this machine's byte order"):
+                call()
+        sender.send(peer, b"next")
+        assert engine.recv(timeout=5) == b"next"
+
+    def test_of_tags_and_groups_that_a_peer_would_not_take(self, sides):
+        engine, sender, peer, _ = sides
+        for call in (lambda: sender.send(peer, b"", tag=3), lambda: engine.recv(tag=None, timeout=1)):
+            with pytest.raises(xt.TransferRefused, match="tag=.* must be a string"):
+                call()
+        with pytest.raises(xt.TransferRefused, match="must be a collection of peers"):
+            sender.barrier(peer, 1)
+        sender.send(peer, b"next", tag="")
+        assert engine.recv(timeout=5) == b"next" and not peer.lost
+
+    @pytest.mark.parametrize("index", [1.7, True, None, ..., "1", np.array([1, 2]), np.float64(2)], ids=repr)
+    def test_of_indices_that_are_no_integers(self, sides, index):
+        *_, peer, _ = sides
+        with pytest.raises(IndexError, match="must be an integer or a slice"):
+            peer["kv"][index]
+
     def test_of_messages_with_containers(self, sides):
         engine, sender, peer, _ = sides
         with pytest.raises(xt.TransferRefused, match="flat dict"):
@@ -140,7 +167,7 @@ def test_a_barrier_that_was_given_up_is_taken_up_again(engine):
                 engine.barrier([here], 0.01)
         waiting = threading.Thread(target=engine.barrier, args=([here], 10))
         waiting.start()
-        other.barrier([there], 10)  # Once: the three calls there are one barrier.
+        other.barrier([there, there], 10)  # Once: the three calls there are one barrier; and a peer is one member.
         waiting.join(10)
         assert not waiting.is_alive()
         with pytest.raises(xt.TransferTimeout):

@@ -33,17 +33,23 @@ def check_array(value: Any, what: str) -> None:
 
 
 def check_dtype(dtype, what: str) -> np.dtype:
-    """Returns the NumPy dtype. Raises `TransferRefused` for dtypes whose elements are not whole bytes."""
+    """Returns the NumPy dtype. Raises `TransferRefused` for dtypes whose elements are not whole bytes, which JAX does
+    not have, or whose bytes are in the other order: only the dtype's name travels."""
     if isinstance(dtype, np.dtype) and dtype in _CHECKED:
         return dtype
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         raise TransferRefused(f"{what} has dtype {dtype}: transfer its data instead (for keys: jax.random.key_data)")
-    if np.dtype(dtype).name in _SUB_BYTE:
+    given = np.dtype(dtype)
+    if (
+        not given.isnative or given.kind not in "biufcV" or issubclass(given.type, np.void)
+    ):  # V: also those of ml_dtypes
+        raise TransferRefused(f"{what} has dtype {given}: must be numbers or bools in this machine's byte order")
+    if given.name in _SUB_BYTE:
         raise TransferRefused(
-            f"{what} has dtype {np.dtype(dtype).name}: elements below one byte are not transferred; bitcast to uint8"
+            f"{what} has dtype {given.name}: elements below one byte are not transferred; bitcast to uint8"
         )
-    _CHECKED.add(np.dtype(dtype))
-    return np.dtype(dtype)
+    _CHECKED.add(given)
+    return given
 
 
 def is_ready(array: Any) -> bool:

@@ -80,6 +80,12 @@ def check_peer(peer: Any, request: str) -> None:
         )
 
 
+def check_tag(tag: Any, request: str) -> None:
+    """Raises `TransferRefused` unless `tag` is a string: a peer gives up an engine that sends another one."""
+    if not isinstance(tag, str):
+        raise TransferRefused(f"{request}: tag={tag!r} must be a string", request=request)
+
+
 class Mailbox:
     """The messages of one engine, sent and received, and its barriers."""
 
@@ -98,6 +104,7 @@ class Mailbox:
     def send(self, peer: Peer, value, tag: str) -> Transfer:
         """Sends a message; see `Engine.send`."""
         check_peer(peer, "send")
+        check_tag(tag, "send")
         payload, kind = b"", "bytes"
         tree: Any = None
         if isinstance(value, bytes | bytearray | memoryview):
@@ -134,6 +141,7 @@ class Mailbox:
 
     def recv(self, peer: Peer | None, tag: str, sharding, timeout: float | None):
         """Waits for a message; see `Engine.recv`."""
+        check_tag(tag, "recv")
         request = f"recv (tag {tag!r}){f' from {peer.name!r}' if peer else ''}"
         found: list[tuple[Peer, dict, bytes]] = []
 
@@ -193,9 +201,11 @@ class Mailbox:
 
     def barrier(self, group: Sequence[Peer], timeout: float | None) -> None:
         """Waits for every engine of the group; see `Engine.barrier`."""
+        if isinstance(group, Peer):  # type: ignore[unreachable]
+            raise TransferRefused(f"barrier: {group!r} must be a collection of peers, as in [peer]", request="barrier")
         for peer in group:
             check_peer(peer, "barrier")
-        members = sorted([self._identity, *(peer.identity for peer in group)])
+        members = sorted({self._identity, *(peer.identity for peer in group)})
         key = hashlib.blake2b("/".join(members).encode(), digest_size=16).hexdigest()
         request = f"barrier of {len(members)}"
         with self.core.lock:

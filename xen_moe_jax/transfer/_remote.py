@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from xen_moe_jax.transfer._channel import Channel
+from xen_moe_jax.transfer._checks import as_int
 from xen_moe_jax.transfer._connection import Connection, Grant, Template
 from xen_moe_jax.transfer._core import Core
 from xen_moe_jax.transfer._errors import TransferRefused, stale_window
@@ -176,7 +177,9 @@ class RemoteArray(_Addressed):
                     raise IndexError(f"slice {piece} of {self!r}: the step must be 1")
                 box[axis] = (start + low, start + max(low, high))
             else:
-                at = int(piece) + (stop - start if piece < 0 else 0)
+                if (number := as_int(piece)) is None:
+                    raise IndexError(f"index {piece!r} of {self!r}: must be an integer or a slice")
+                at = number + (stop - start if number < 0 else 0)
                 if not 0 <= at < stop - start:
                     raise IndexError(f"index {piece} of {self!r}, axis {axis} has {stop - start}")
                 box[axis] = (start + at, start + at + 1)
