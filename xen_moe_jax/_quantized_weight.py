@@ -6,6 +6,7 @@ MXFP4 is E2M1 values with a power of two (E8M0) for 32 of them: OCP Microscaling
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xen_moe_jax import _mxfp4
+from xen_moe_jax._numbers import as_int
 from xen_moe_jax._types import pytree
 
 SCALED = ("float8_e4m3fn", "float8_e5m2", "int8")
@@ -116,6 +118,12 @@ def adopted(name: str, weight: Any) -> Any:
 
 def check_format(name: str, weight: QuantizedWeight) -> None:
     """Raises TypeError or ValueError unless dtypes, shapes and block of the weight belong to one format."""
+    for part, array in (("values", weight.values), ("scales", weight.scales)):
+        if not hasattr(array, "dtype"):
+            raise TypeError(f"{name} has {part} of type {type(array).__name__}: must be an array")
+    sizes = [as_int(size) or 0 for size in weight.block] if isinstance(weight.block, Sequence) else []
+    if len(sizes) != 2 or min(sizes) <= 0:
+        raise ValueError(f"{name} has block={weight.block!r}: must be two positive ints, rows and columns of a scale")
     values, scales = (f"{a.dtype}{list(a.shape)}" for a in (weight.values, weight.scales))
     given = f"{name} has values {values} and scales {scales} with block={weight.block}"
     dtypes = weight.values.dtype.name, weight.scales.dtype.name

@@ -205,6 +205,11 @@ def test_errors(tmp_path):
     cut = jnp.zeros((E, H // 2, F), jnp.uint8), jnp.zeros((E, 8, F), jnp.uint8)
     for wrong, kind, message in (
         (xm.QuantizedWeight(up, scales[:, 1:], (32, 48)), ValueError, "the scales must have shape"),
+        (xm.QuantizedWeight(up, None, (32, 48)), TypeError, "has scales of type NoneType"),
+        *(
+            (xm.QuantizedWeight(up, scales, b), ValueError, "two positive ints")
+            for b in ((0, 48), (32,), (32.0, 48), 32)
+        ),
         (xm.QuantizedWeight(up, up, (1, 1)), TypeError, "must be values of one of"),
         (xm.QuantizedWeight(*cut, (16, 1)), ValueError, "MXFP4 has blocks of"),
     ):
