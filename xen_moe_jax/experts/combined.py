@@ -195,12 +195,10 @@ _plain_combine.defvjp(_plain_forward, _plain_backward)
 
 def _flies(handle: Handle, back: Return) -> bool:
     """Returns True if the gradient of the rows goes home by a start and a done: to other ranks along one mesh axis, and
-    of so many tokens that a start costs little beside them. A start has a row in its buffer for every token of every
-    rank: it may be twice as large as the rows of this rank."""
+    of so many tokens that a start costs little beside them."""
     spec, config = handle.spec, back.config or KernelConfig()
     few = hardware.low_latency(spec, config) or spec.num_ranks == 1
-    at_home = handle.placement is None and len(spec.axis_name) == 1
-    return at_home and not few and spec.num_ranks * spec.num_tokens <= 2 * spec.capacity
+    return handle.placement is None and len(spec.axis_name) == 1 and not few
 
 
 def _weighted_combine(

@@ -121,6 +121,12 @@ def combine_staging_rows(spec: Spec) -> int:
     return spec.num_tokens * min(spec.num_ranks, spec.top_k)
 
 
+def combine_sent_rows(spec: Spec) -> int:
+    """Sums that a start of a combine has room for: one for each row at most where there may be fewer rows than (source,
+    token) pairs."""
+    return spec.capacity if packs_staging(spec) else spec.num_ranks * spec.num_tokens
+
+
 def packs_staging(spec: Spec) -> bool:
     return spec.layout != "padded" and spec.capacity < spec.num_ranks * spec.num_tokens
 
@@ -146,12 +152,19 @@ class CombinePlan(NamedTuple):
     source: jax.Array
 
 
-def combine_plan(topk_idx: jax.Array, positions: jax.Array, spec: Spec) -> CombinePlan:
-    """Plan of a combine; a pair whose rows were all dropped sends zeros, because the token's rank does not know of the
-    drop."""
+def combine_plan(topk_idx: jax.Array, positions: jax.Array, spec: Spec, *, packed: bool = False) -> CombinePlan:
+    """Plan of a combine.
+
+    A pair whose rows were all dropped sends zeros, because the token's rank does not know of the drop. With `packed`
+    such a pair sends nothing, and a rank sends at most as many sums as it has rows: ranks then tell each other which
+    pairs have rows, if any rank dropped a row.
+    """
     num_ranks, tokens = spec.num_ranks, spec.num_tokens
     rank = lax.axis_index(spec.axis_name)
+    came = jnp.any(positions >= 0 if packed else positions != -1, axis=-1)
     hit = _layout.ranks_hit(topk_idx, num_ranks, spec.local_experts).astype(jnp.int32)
+    if packed:
+        hit = flags_to_peers_if(any_dropped(positions, spec), came, hit.T, spec.axis_name).T
     counts = jnp.sum(hit, axis=0, dtype=jnp.int32)
     few_ranks = num_ranks <= spec.top_k
     if few_ranks:
@@ -161,9 +174,10 @@ def combine_plan(topk_idx: jax.Array, positions: jax.Array, spec: Spec) -> Combi
         start = _layout.exclusive_cumsum(counts, axis=0)
         remote_start = to_peers(start, spec.axis_name)
     ranks = distinct_ranks(topk_idx, spec)
+    if packed:
+        ranks = jnp.where(pick(hit, ranks) > 0, ranks, -1)
     source = jnp.where(ranks >= 0, pick(start + _layout.exclusive_cumsum(hit, axis=0), ranks), -1)
 
-    came = jnp.any(positions != -1, axis=-1)
     address = (remote_start[:, None] + _layout.exclusive_cumsum(came.astype(jnp.int32), axis=1)).reshape(-1)
     peer = jnp.where(came, jnp.arange(num_ranks, dtype=jnp.int32)[:, None], -1).reshape(-1)
     pairs = Pairs(positions.reshape(num_ranks * tokens, -1), peer, address, counts, combine_staging_rows(spec))

@@ -173,7 +173,7 @@ def combine_start(
         return _slices_combine_start(call, y, topk_idx, positions, recv_counts, weights)
     sums = Sums.of(call, y)
     rows, zero = sums.prepared(y, recv_counts)
-    todo = plan.combine_plan(topk_idx, positions, spec)
+    todo = plan.combine_plan(topk_idx, positions, spec, packed=plan.packs_staging(spec))
     sizes = jnp.sum(todo.came, axis=1, dtype=jnp.int32)
     starts = _layout.exclusive_cumsum(sizes, axis=0)
     local = starts[:, None] + _layout.exclusive_cumsum(todo.came.astype(jnp.int32), axis=1)
@@ -183,7 +183,7 @@ def combine_start(
         peer=jnp.where(todo.came, source_rank, -1).reshape(-1),
         address=local.reshape(-1),
         expected=jnp.zeros((1,), jnp.int32),
-        staging_rows=spec.num_ranks * spec.num_tokens,
+        staging_rows=plan.combine_sent_rows(spec),
     )
     halved = sums.reads_halves(rows)
     launch = sums.slots_launch(halved=halved)
@@ -248,7 +248,7 @@ def combine_pending(call: Call, y: Any) -> list[ShapeDtype]:
     if len(spec.axis_name) == 2:
         return _slices_combine_pending(call, y)
     record = record_of(y.shape[-1], y.dtype, False, wire)
-    flight = _pending_shapes(record, spec.num_ranks * spec.num_tokens, plan.combine_staging_rows(spec), spec)
+    flight = _pending_shapes(record, plan.combine_sent_rows(spec), plan.combine_staging_rows(spec), spec)
     return [*flight, ((spec.num_tokens, min(spec.num_ranks, spec.top_k)), jnp.int32), ((1,), jnp.int32)]
 
 

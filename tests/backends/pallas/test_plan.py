@@ -1,0 +1,58 @@
+"""Tables of exchanges on TPU: both sides of a link agree on the place of every record."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from xen_moe_jax import _layout
+from xen_moe_jax._spec import Spec
+from xen_moe_jax.backends.pallas import plan, tables
+
+RANKS, TOKENS, EXPERTS, TOP_K = 4, 24, 8, 3
+
+
+def planned(function, capacity, top_k=TOP_K):
+    """Routing of all ranks, positions of its rows, and what `function(topk_idx, positions, spec)` returns on each."""
+    spec = Spec(("ep",), (RANKS,), EXPERTS, TOKENS, top_k, "grouped", capacity, 1)
+    rng = np.random.default_rng(capacity)
+    idx = np.argsort(rng.random((RANKS, TOKENS, EXPERTS)) * (1 + 0.1 * np.arange(EXPERTS)), axis=2)[..., :top_k]
+    idx[0, 3:5] = -1
+
+    def body(idx):
+        idx = _layout.sanitize(idx[0], EXPERTS)
+        positions, _ = tables.positions_of(idx, spec)
+        return jax.tree.map(lambda a: a[None], (positions, function(idx, positions, spec)))
+
+    mesh = jax.make_mesh((RANKS,), ("ep",), devices=jax.devices()[:RANKS], axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
+    return jax.tree.map(np.asarray, jax.jit(mapped)(jnp.asarray(idx, jnp.int32)))
+
+
+@pytest.mark.parametrize("top_k", [TOP_K, RANKS])
+@pytest.mark.parametrize("capacity", [95, 40, 8])
+def test_a_packed_combine_sends_one_sum_for_each_pair_with_rows(capacity, top_k):
+    """A rank has no more sums than rows, dropped rows or not, and each sum is where its token looks for it."""
+
+    def tables_of(idx, positions, spec):
+        assert plan.packs_staging(spec) and plan.combine_sent_rows(spec) == capacity
+        found = plan.combine_plan(idx, positions, spec, packed=True)
+        return found.came, found.pairs.peer, found.pairs.address, found.pairs.expected, found.source
+
+    positions, (came, peer, address, expected, source) = planned(tables_of, capacity, top_k)
+    assert (came == (positions >= 0).any(-1)).all() and came.sum((1, 2)).max() <= capacity
+    assert (positions == -2).any() or capacity == 95
+    staged = np.full((RANKS, TOKENS * min(RANKS, top_k), 2), -1)
+    for holder in range(RANKS):
+        for pair in np.flatnonzero(peer[holder] >= 0):
+            to, token = divmod(pair, TOKENS)
+            assert peer[holder, pair] == to and staged[to, address[holder, pair], 0] < 0
+            staged[to, address[holder, pair]] = holder, token
+    for rank in range(RANKS):
+        assert (expected[rank] == came[:, rank].sum(1)).all()
+        for token in range(TOKENS):
+            of = staged[rank, source[rank, token][source[rank, token] >= 0]]
+            assert of[:, 0].tolist() == np.flatnonzero(came[:, rank, token]).tolist() and (of[:, 1] == token).all()
