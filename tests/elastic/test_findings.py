@@ -214,6 +214,15 @@ def test_a_time_limit_that_is_none_is_refused_before_the_members_hear_of_it(open
     assert not member._board.words[_board.WAITING]
 
 
+def test_a_process_that_has_not_joined_changes_no_members(open_group):
+    member, newcomer = open_group(), open_group()
+    member.join()
+    for call in (newcomer.boundary, newcomer.recover):
+        with pytest.raises(RuntimeError, match=r"this process is no member: call join\(\) before"):
+            call(0)
+    assert member.boundary(1) is None
+
+
 def test_a_newcomer_with_other_programs_is_refused_alone(open_group):
     member = with_memory(open_group(), {"3 ranks, channel 0": [64, 4096]})
     member.join()

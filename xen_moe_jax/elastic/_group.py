@@ -228,10 +228,11 @@ class Group:
           elastic.Evicted: the other members have gone on without this process.
           TimeoutError: the slots of the ranks that are left do not hold all experts, and no other rank came within ten
             minutes, for which these ranks stood still.
-          RuntimeError: the group is closed, or kernels exchange and the members' memory could not be mapped.
+          RuntimeError: the group is closed, this process has not joined, or kernels exchange and the members' memory
+            could not be mapped.
           TypeError, ValueError: `step` is no such number.
         """
-        self._open("boundary")
+        self._open("boundary", member=True)
         step = _step(step, "elastic.Group.boundary")
         if self._unsure:  # the last `Change` named these slots, but for those that are empty in its placement
             assert self.placement is not None
@@ -290,7 +291,7 @@ class Group:
         Raises:
           The errors of `boundary`.
         """
-        self._open("recover")
+        self._open("recover", member=True)
         step = _step(step, "elastic.Group.recover")
         self._membership.propose(urgent=True)
         return self._settle(step)
@@ -487,10 +488,13 @@ class Group:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def _open(self, caller: str) -> None:
-        """Raises RuntimeError, which names the method `caller`, if the group is closed."""
+    def _open(self, caller: str, member: bool = False) -> None:
+        """Raises RuntimeError, which names the method `caller`, if the group is closed, or if this process is to be a
+        `member` and is none."""
         if self._closed:
             raise RuntimeError(f"elastic.Group.{caller}: the group is closed")
+        if member and not self.view:
+            raise RuntimeError(f"elastic.Group.{caller}: this process is no member: call join() before")
 
     def close(self) -> None:
         """Leaves the group, while no program runs; the members treat that as the death of this process. A further call
