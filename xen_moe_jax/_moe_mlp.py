@@ -102,7 +102,9 @@ def moe_mlp(
       grouped_matmul: "auto" (the fastest one), "ragged_dot" (the only one with forward mode and second derivatives),
         "tokamax", "hopper", or a function `(rows [C, A], weights [L, A, B], group_sizes [L]) -> [C, B]`. It, or
         `experts`, gets the rows of an fp8 or int8 `wire` as they arrive, as a `BlockScaled`, if it has a true attribute
-        `takes_block_scaled`, except with apply_weights_to="input". There is no gradient then.
+        `takes_block_scaled`, except with apply_weights_to="input". There is no gradient then. In "ragged_dot" XLA may
+        multiply every row by every expert, as zeros where the row is another expert's: a NaN or an infinity in the
+        weights of one expert, or of a slot without an expert, then reaches all rows of the rank.
       layout: "grouped", or "padded" (batched matmuls over `[L, R*T, H]`).
       capacity, alignment, drop, wire, gradient_wire, active: as in `dispatch`.
       combine_wire: the `wire` of the combine.

@@ -274,7 +274,9 @@ def _product(
         of_columns = jnp.repeat(scales[:, k][group], BLOCK, axis=1)[:, : values.shape[2]]
         part = part * (row_scales[:, k, None] * of_columns)
         total = part if total is None else total + part
-    return jnp.zeros((count, values.shape[2]), jnp.float32) if total is None else total
+    if total is None:  # nothing is contracted
+        total = vary(jnp.zeros((count, values.shape[2]), jnp.float32), varying_axes(row_values))
+    return total
 
 
 def _sums(multiply: Callable[..., jax.Array], left: jax.Array, right: jax.Array, *others: jax.Array) -> jax.Array:
