@@ -94,3 +94,9 @@ class Float8Weight:
 def padding_of(shape: tuple[int, ...]) -> tuple[int, int]:
     """Returns the rows and columns that codes of a weight of `shape` have more than the weight."""
     return -shape[-2] % BLOCK, -shape[-1] % BLOCK
+
+
+def without_codes(weight: Any) -> Any:
+    """Returns the master of a `Float8Weight`, and other weights as they are: weights that travel to slots are quantized
+    there."""
+    return weight.master if isinstance(weight, Float8Weight) else weight

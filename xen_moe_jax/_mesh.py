@@ -99,10 +99,11 @@ def vary(array: Any, axes: frozenset[str]) -> Any:
     return jax.lax.pcast(array, missing, to="varying") if missing and not isinstance(array, np.generic) else array
 
 
-def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Makes all arrays vary over every mesh axis that one of them varies over."""
-    axes = frozenset().union(*(_jax_internals.varying_axes(array) for array in arrays))
-    return tuple(vary(array, axes) for array in arrays)
+def vary_alike(*operands: Any) -> Any:
+    """Makes all arrays of the operands, pytrees each, vary over every mesh axis that one of them varies over."""
+    leaves, tree = jax.tree.flatten(operands)
+    axes = frozenset().union(*map(_jax_internals.varying_axes, leaves))
+    return jax.tree.unflatten(tree, [vary(leaf, axes) for leaf in leaves])
 
 
 def platform() -> str:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from xen_moe_jax import _exact, _layout, _validate
 from xen_moe_jax._api import dispatch
 from xen_moe_jax._config import KernelConfig
-from xen_moe_jax._float8_weight import Float8Weight
+from xen_moe_jax._float8_weight import Float8Weight, without_codes
 from xen_moe_jax._numbers import as_bool
 from xen_moe_jax._placement import Placement
 from xen_moe_jax._quantized_weight import QuantizedWeight, adopted, check_format, without_gradient
@@ -210,9 +210,7 @@ def moe_mlp(
             way = Way(arriving, gradient_wire, config)
             routed = dispatch_quantized(x, topk_idx, topk_weights, way, **routing, **sending)
         if balance is not None:
-            weights = {
-                name: array.master if isinstance(array, Float8Weight) else array for name, array in weights.items()
-            }
+            weights = {name: without_codes(array) for name, array in weights.items()}
             found = routed.handle.placement
             move = functools.partial(found.move, axis_name=axis_name, active=active, config=config)
             if lends:

@@ -18,6 +18,10 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
 def softmax(x):
     e = np.exp(x - x.max(-1, keepdims=True))
     return e / e.sum(-1, keepdims=True)
@@ -54,91 +58,106 @@ class Model:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def add_experts(model, template, names=("gate_proj", "up_proj", "down_proj")):
-    for e in range(E):
-        for name, shape in zip(names, ((F, H), (F, H), (H, F)), strict=True):
-            model.add(template.format(e, name), *shape)
+MLP = ("gate_proj", "up_proj", "down_proj")
+MIXTRAL = ("w1", "w3", "w2")
 
 
-def run_experts(w, template, names, x, chosen, weights):
-    y = np.zeros_like(x)
-    for t in range(len(x)):
-        for e, share in zip(chosen[t], weights[t], strict=True):
-            gate, up, down = (w[template.format(e, name)] for name in names)
-            y[t] += share * (down @ (silu(gate @ x[t]) * (up @ x[t])))
-    return y
+class Block(Model):
+    """The router and the experts of a layer, one matrix a tensor.
+
+    Args:
+      kind: the model type.
+      place: of the block in the layer.
+      names: of an expert's matrices.
+      start: of every name.
+    """
+
+    def __init__(self, kind, seed, dtype, layer, place="mlp", names=MLP, gate_scale=None, start="model."):
+        super().__init__(seed, dtype)
+        self.prefix, self.names = f"{start}layers.{layer}.{place}", names
+        self.config = {"model_type": kind, "hidden_size": H, "intermediate_size": F, "hidden_act": "silu"}
+        self.add(f"{self.prefix}.gate.weight", E, H, scale=gate_scale)
+        for e in range(E):
+            for name, shape in zip(names, ((F, H), (F, H), (H, F)), strict=True):
+                self.add(self.expert(e, name), *shape)
+
+    def write(self, folder, config, parts=1):
+        super().write(folder, self.config | config, parts)
+
+    def expert(self, e, name):
+        return f"{self.prefix}.experts.{e}.{name}.weight"
+
+    def logits(self, x):
+        return x @ self.exact[f"{self.prefix}.gate.weight"].T
+
+    def run(self, x, chosen, weights):
+        y = np.zeros_like(x)
+        for t in range(len(x)):
+            for e, share in zip(chosen[t], weights[t], strict=True):
+                gate, up, down = (self.exact[self.expert(e, name)] for name in self.names)
+                y[t] += share * (down @ (silu(gate @ x[t]) * (up @ x[t])))
+        return y
+
+
+def of(scores, chosen, normalize=True):
+    """The scores of the chosen experts, divided by their sum."""
+    weights = np.take_along_axis(scores, chosen, 1)
+    return weights / weights.sum(1, keepdims=True) if normalize else weights
+
+
+def of_best_groups(scores, groups, least):
+    """`scores`, with `least` for experts outside of the two best of four groups."""
+    allowed = np.zeros_like(groups, bool)
+    np.put_along_axis(allowed, best(groups, 2), True, 1)
+    return np.where(np.repeat(allowed, E // 4, 1), scores, least)
 
 
 def mixtral(folder, layer=1, start="model."):
-    prefix, names = f"{start}layers.{layer}.block_sparse_moe", ("w1", "w3", "w2")
-    template = prefix + ".experts.{}.{}.weight"
-    model = Model(1, ml_dtypes.bfloat16)
-    model.add(f"{prefix}.gate.weight", E, H)
-    add_experts(model, template, names)
-    config = {"model_type": "mixtral", "hidden_size": H, "intermediate_size": F, "num_local_experts": E}
-    model.write(folder, config | {"num_experts_per_tok": K, "num_hidden_layers": 2, "hidden_act": "silu"})
+    model = Block("mixtral", 1, ml_dtypes.bfloat16, layer, "block_sparse_moe", MIXTRAL, start=start)
+    model.write(folder, {"num_local_experts": E, "num_experts_per_tok": K, "num_hidden_layers": 2})
 
     def forward(x):
-        w = model.exact
-        scores = softmax(x @ w[f"{prefix}.gate.weight"].T)
+        scores = softmax(model.logits(x))
         chosen = best(scores, K)
-        weights = np.take_along_axis(scores, chosen, 1)
-        return run_experts(w, template, names, x, chosen, weights / weights.sum(1, keepdims=True))
+        return model.run(x, chosen, of(scores, chosen))
 
     return layer, forward
 
 
 def minimax_m2(folder, layer=1):
     """Sigmoid scores and a bias for the choice, with Mixtral's names."""
-    prefix, names = f"model.layers.{layer}.block_sparse_moe", ("w1", "w3", "w2")
-    template = prefix + ".experts.{}.{}.weight"
-    model = Model(5, np.float32)
-    model.add(f"{prefix}.gate.weight", E, H)
-    model.add(f"{prefix}.e_score_correction_bias", E, scale=0.3)
-    add_experts(model, template, names)
-    config = {"model_type": "minimax_m2", "hidden_size": H, "intermediate_size": F, "num_local_experts": E}
-    model.write(folder, config | {"num_experts_per_tok": K, "num_hidden_layers": 2, "hidden_act": "silu"})
+    model = Block("minimax_m2", 5, np.float32, layer, "block_sparse_moe", MIXTRAL)
+    bias = model.add(f"{model.prefix}.e_score_correction_bias", E, scale=0.3)
+    model.write(folder, {"num_local_experts": E, "num_experts_per_tok": K, "num_hidden_layers": 2})
 
     def forward(x):
-        w = model.exact
-        scores = 1 / (1 + np.exp(-(x @ w[f"{prefix}.gate.weight"].T)))
-        chosen = best(scores + w[f"{prefix}.e_score_correction_bias"], K)
-        weights = np.take_along_axis(scores, chosen, 1)
-        return run_experts(w, template, names, x, chosen, weights / weights.sum(1, keepdims=True))
+        scores = sigmoid(model.logits(x))
+        chosen = best(scores + model.exact[bias], K)
+        return model.run(x, chosen, of(scores, chosen))
 
     return layer, forward
 
 
 def qwen3_moe(folder, layer=3, normalize=False):
     """Layers 1, 3, ... have experts, and in some models the weights are not normalised."""
-    prefix, names = f"model.layers.{layer}.mlp", ("gate_proj", "up_proj", "down_proj")
-    template = prefix + ".experts.{}.{}.weight"
-    model = Model(2, np.float32)
-    model.add(f"{prefix}.gate.weight", E, H)
-    add_experts(model, template)
-    config = {"model_type": "qwen3_moe", "hidden_size": H, "intermediate_size": 999, "moe_intermediate_size": F}
-    config |= {"num_experts": E, "num_experts_per_tok": K, "norm_topk_prob": normalize, "decoder_sparse_step": 2}
-    model.write(folder, config | {"mlp_only_layers": [1], "num_hidden_layers": 4, "hidden_act": "silu"}, parts=3)
+    model = Block("qwen3_moe", 2, np.float32, layer)
+    config = {"intermediate_size": 999, "moe_intermediate_size": F, "num_experts": E, "num_experts_per_tok": K}
+    config |= {"norm_topk_prob": normalize, "decoder_sparse_step": 2, "mlp_only_layers": [1], "num_hidden_layers": 4}
+    model.write(folder, config, parts=3)
 
     def forward(x):
-        scores = softmax(x @ model.exact[f"{prefix}.gate.weight"].T)
+        scores = softmax(model.logits(x))
         chosen = best(scores, K)
-        weights = np.take_along_axis(scores, chosen, 1)
-        return run_experts(model.exact, template, names, x, chosen, weights)
+        return model.run(x, chosen, of(scores, chosen, normalize=False))
 
     return layer, forward
 
 
 def deepseek_v3(folder, layer=3, fp8=False):
     """Sigmoid scores, a bias for the choice, two of four groups, shared experts; fp8 with a scale per 128 x 128."""
-    prefix, names = f"model.layers.{layer}.mlp", ("gate_proj", "up_proj", "down_proj")
-    template, block = prefix + ".experts.{}.{}.weight", (48, 32)
-    model = Model(3, np.float32)
-    model.add(f"{prefix}.gate.weight", E, H)
-    model.add(f"{prefix}.gate.e_score_correction_bias", E, scale=0.3)
-    add_experts(model, template)
-    for name, shape in zip(names, ((2 * F, H), (2 * F, H), (H, 2 * F)), strict=True):
-        model.add(f"{prefix}.shared_experts.{name}.weight", *shape)
+    model, block = Block("deepseek_v3", 3, np.float32, layer), (48, 32)
+    bias = model.add(f"{model.prefix}.gate.e_score_correction_bias", E, scale=0.3)
+    shared = add_shared(model, f"{model.prefix}.shared_experts", 2 * F)
     if fp8:
         for name in [n for n in model.file if "experts" in n]:
             values = (model.file[name] * 64).astype(ml_dtypes.float8_e4m3fn)
@@ -150,36 +169,28 @@ def deepseek_v3(folder, layer=3, fp8=False):
                     exact[i, j] *= scales[i // block[0], j // block[1]]
             model.keep(name, values, exact)
             model.keep(f"{name}_scale_inv", scales)
-    config = {"model_type": "deepseek_v3", "hidden_size": H, "moe_intermediate_size": F, "intermediate_size": 999}
+    config = {"moe_intermediate_size": F, "intermediate_size": 999, "first_k_dense_replace": 3, "moe_layer_freq": 1}
     config |= {"n_routed_experts": E, "num_experts_per_tok": K, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
-    config |= {"routed_scaling_factor": 2.5, "norm_topk_prob": True, "first_k_dense_replace": 3, "moe_layer_freq": 1}
-    config |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_hidden_layers": 4, "hidden_act": "silu"}
+    config |= {"routed_scaling_factor": 2.5, "norm_topk_prob": True, "num_hidden_layers": 4}
+    config |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     if fp8:
         config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": list(block)}
     model.write(folder, config, parts=2)
 
     def forward(x):
-        w = model.exact
-        scores = 1 / (1 + np.exp(-(x @ w[f"{prefix}.gate.weight"].T)))
-        biased = scores + w[f"{prefix}.gate.e_score_correction_bias"]
+        scores = sigmoid(model.logits(x))
+        biased = scores + model.exact[bias]
         groups = np.sort(biased.reshape(len(x), 4, E // 4), axis=-1)[..., -2:].sum(-1)
-        allowed = np.zeros_like(groups, bool)
-        np.put_along_axis(allowed, best(groups, 2), True, 1)
-        chosen = best(np.where(np.repeat(allowed, E // 4, 1), biased, -np.inf), K)
-        weights = np.take_along_axis(scores, chosen, 1)
-        weights = 2.5 * weights / weights.sum(1, keepdims=True)
-        gate, up, down = (w[f"{prefix}.shared_experts.{name}.weight"] for name in names)
-        return run_experts(w, template, names, x, chosen, weights) + (silu(x @ gate.T) * (x @ up.T)) @ down.T
+        chosen = best(of_best_groups(biased, groups, -np.inf), K)
+        return model.run(x, chosen, 2.5 * of(scores, chosen)) + run_shared(model.exact, shared, x)
 
     return layer, forward
-
-
-MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def add_shared(model, place, width):
     for name, shape in zip(MLP, ((width, H), (width, H), (H, width)), strict=True):
         model.add(f"{place}.{name}.weight", *shape)
+    return place
 
 
 def run_shared(w, place, x):
@@ -200,100 +211,68 @@ def run_fused(gate_up, down, x, chosen, weights, into=None):
 
 def qwen2_moe(folder, layer=1, normalize=False):
     """A shared expert of a width of its own, behind a sigmoid gate."""
-    prefix = f"model.layers.{layer}.mlp"
-    template = prefix + ".experts.{}.{}.weight"
-    model = Model(6, np.float32)
-    model.add(f"{prefix}.gate.weight", E, H)
-    add_experts(model, template)
-    add_shared(model, f"{prefix}.shared_expert", 48)
-    model.add(f"{prefix}.shared_expert_gate.weight", 1, H)
-    config = {"model_type": "qwen2_moe", "hidden_size": H, "intermediate_size": 999, "moe_intermediate_size": F}
-    config |= {"num_experts": E, "num_experts_per_tok": K, "norm_topk_prob": normalize, "num_hidden_layers": 2}
-    config |= {"shared_expert_intermediate_size": 48, "mlp_only_layers": [], "hidden_act": "silu"}
-    model.write(folder, config, parts=2)
+    model = Block("qwen2_moe", 6, np.float32, layer)
+    shared = add_shared(model, f"{model.prefix}.shared_expert", 48)
+    of_shared = model.add(f"{model.prefix}.shared_expert_gate.weight", 1, H)
+    config = {"intermediate_size": 999, "moe_intermediate_size": F, "num_experts": E, "num_experts_per_tok": K}
+    config |= {"norm_topk_prob": normalize, "num_hidden_layers": 2, "mlp_only_layers": []}
+    model.write(folder, config | {"shared_expert_intermediate_size": 48}, parts=2)
 
     def forward(x):
-        w = model.exact
-        scores = softmax(x @ w[f"{prefix}.gate.weight"].T)
+        scores = softmax(model.logits(x))
         chosen = best(scores, K)
-        weights = np.take_along_axis(scores, chosen, 1)
-        if normalize:
-            weights = weights / weights.sum(1, keepdims=True)
-        gate = 1 / (1 + np.exp(-(x @ w[f"{prefix}.shared_expert_gate.weight"].T)))
-        return run_experts(w, template, MLP, x, chosen, weights) + gate * run_shared(w, f"{prefix}.shared_expert", x)
+        gate = sigmoid(x @ model.exact[of_shared].T)
+        return model.run(x, chosen, of(scores, chosen, normalize)) + gate * run_shared(model.exact, shared, x)
 
     return layer, forward
 
 
 def deepseek_v2(folder, layer=1):
     """Softmax scores, groups by their best expert, a large factor and no normalisation."""
-    prefix = f"model.layers.{layer}.mlp"
-    template = prefix + ".experts.{}.{}.weight"
-    model = Model(8, ml_dtypes.bfloat16)
-    model.add(f"{prefix}.gate.weight", E, H, scale=2 * H**-0.5)
-    add_experts(model, template)
-    add_shared(model, f"{prefix}.shared_experts", 2 * F)
-    config = {"model_type": "deepseek_v2", "hidden_size": H, "moe_intermediate_size": F, "intermediate_size": 999}
+    model = Block("deepseek_v2", 8, ml_dtypes.bfloat16, layer, gate_scale=2 * H**-0.5)
+    shared = add_shared(model, f"{model.prefix}.shared_experts", 2 * F)
+    config = {"moe_intermediate_size": F, "intermediate_size": 999, "first_k_dense_replace": 1, "moe_layer_freq": 1}
     config |= {"n_routed_experts": E, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
-    config |= {"routed_scaling_factor": 16.0, "norm_topk_prob": False, "first_k_dense_replace": 1, "moe_layer_freq": 1}
-    config |= {"scoring_func": "softmax", "topk_method": "group_limited_greedy", "num_hidden_layers": 2}
-    model.write(folder, config | {"hidden_act": "silu"})
+    config |= {"routed_scaling_factor": 16.0, "norm_topk_prob": False, "num_hidden_layers": 2}
+    model.write(folder, config | {"scoring_func": "softmax", "topk_method": "group_limited_greedy"})
 
     def forward(x):
-        w = model.exact
-        scores = softmax(x @ w[f"{prefix}.gate.weight"].T)
-        groups = scores.reshape(len(x), 4, E // 4).max(-1)
-        allowed = np.zeros_like(groups, bool)
-        np.put_along_axis(allowed, best(groups, 2), True, 1)
-        chosen = best(np.where(np.repeat(allowed, E // 4, 1), scores, 0), 2)
-        weights = 16 * np.take_along_axis(scores, chosen, 1)
-        return run_experts(w, template, MLP, x, chosen, weights) + run_shared(w, f"{prefix}.shared_experts", x)
+        scores = softmax(model.logits(x))
+        chosen = best(of_best_groups(scores, scores.reshape(len(x), 4, E // 4).max(-1), 0), 2)
+        return model.run(x, chosen, 16 * of(scores, chosen, normalize=False)) + run_shared(model.exact, shared, x)
 
     return layer, forward
 
 
 def ernie(folder, layer=1, norm_min=0.3, bias=True):
     """Softmax scores and a bias for the choice; `norm_min` is large enough here to be met by some tokens."""
-    prefix = f"model.layers.{layer}.mlp"
-    template = prefix + ".experts.{}.{}.weight"
-    model = Model(9, np.float32)
-    model.add(f"{prefix}.gate.weight", E, H)
-    if bias:
-        model.add(f"{prefix}.moe_statics.e_score_correction_bias", 1, E, scale=0.3)
-    add_experts(model, template)
-    add_shared(model, f"{prefix}.shared_experts", 2 * F)
-    config = {"model_type": "ernie4_5_moe", "hidden_size": H, "intermediate_size": 999, "moe_intermediate_size": F}
+    model = Block("ernie4_5_moe", 9, np.float32, layer)
+    name = model.add(f"{model.prefix}.moe_statics.e_score_correction_bias", 1, E, scale=0.3) if bias else None
+    shared = add_shared(model, f"{model.prefix}.shared_experts", 2 * F)
+    config = {"intermediate_size": 999, "moe_intermediate_size": F, "num_hidden_layers": 2, "moe_use_aux_free": bias}
     config |= {"moe_num_experts": E, "moe_k": K, "moe_num_shared_experts": 2, "moe_norm_min": norm_min}
     config |= {"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1, "use_bias": False}
-    model.write(folder, config | {"num_hidden_layers": 2, "hidden_act": "silu", "moe_use_aux_free": bias})
+    model.write(folder, config)
 
     def forward(x):
-        w = model.exact
-        scores = softmax(x @ w[f"{prefix}.gate.weight"].T)
-        chosen = best(scores + (w[f"{prefix}.moe_statics.e_score_correction_bias"] if bias else 0), K)
-        weights = np.take_along_axis(scores, chosen, 1)
+        scores = softmax(model.logits(x))
+        chosen = best(scores + (model.exact[name] if bias else 0), K)
+        weights = of(scores, chosen, normalize=False)
         total = weights.sum(1, keepdims=True)
         assert (total > norm_min).any() and (not bias or norm_min < 0.1 or (total < norm_min).any())
-        weights = weights / np.maximum(total, norm_min)
-        return run_experts(w, template, MLP, x, chosen, weights) + run_shared(w, f"{prefix}.shared_experts", x)
+        return model.run(x, chosen, weights / np.maximum(total, norm_min)) + run_shared(model.exact, shared, x)
 
     return layer, forward
 
 
 def phimoe(folder, layer=1):
     """Mixtral's names; two experts, each weighed among those that are near the best one left (SparseMixer-v2)."""
-    prefix, names = f"model.layers.{layer}.block_sparse_moe", ("w1", "w3", "w2")
-    template = prefix + ".experts.{}.{}.weight"
-    model = Model(10, ml_dtypes.bfloat16)
-    model.add(f"{prefix}.gate.weight", E, H)
-    add_experts(model, template, names)
-    config = {"model_type": "phimoe", "hidden_size": H, "intermediate_size": F, "num_local_experts": E}
-    config |= {"num_experts_per_tok": 2, "router_jitter_noise": 0.2, "input_jitter_noise": 0.01}
-    model.write(folder, config | {"num_hidden_layers": 2, "hidden_act": "silu"})
+    model = Block("phimoe", 10, ml_dtypes.bfloat16, layer, "block_sparse_moe", MIXTRAL)
+    config = {"num_local_experts": E, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+    model.write(folder, config | {"router_jitter_noise": 0.2, "input_jitter_noise": 0.01})
 
     def forward(x):
-        w = model.exact
-        logits = x @ w[f"{prefix}.gate.weight"].T
+        logits = model.logits(x)
         chosen = best(logits, 2)
         left, weights = logits.copy(), []
         for slot in range(2):
@@ -301,7 +280,7 @@ def phimoe(folder, layer=1):
             far = (top - logits) / np.maximum(np.abs(logits), top) > 2 * 0.2
             weights.append(np.take_along_axis(softmax(np.where(far, -np.inf, left)), chosen[:, slot : slot + 1], 1))
             np.put_along_axis(left, chosen[:, slot : slot + 1], -np.inf, 1)
-        return run_experts(w, template, names, x, chosen, np.concatenate(weights, 1))
+        return model.run(x, chosen, np.concatenate(weights, 1))
 
     return layer, forward
 
@@ -353,7 +332,7 @@ def llama4(folder, layer=1, top_k=1, start="language_model.model."):
         w = model.exact
         logits = x @ w[f"{prefix}.router.weight"].T
         chosen = best(logits, top_k)
-        into = 1 / (1 + np.exp(-np.take_along_axis(logits, chosen, 1)))
+        into = sigmoid(np.take_along_axis(logits, chosen, 1))
         gate_up, down = (w[f"{prefix}.experts.{name}"] for name in ("gate_up_proj", "down_proj"))
         y = run_fused(gate_up, down, x, chosen, np.ones_like(into), into)
         return y + run_shared(w, f"{prefix}.shared_expert", x)

@@ -205,8 +205,7 @@ def _weighted_combine(
     function: ExpertFunction, weights: mlp.Weights, routed: Routed, back: Return, run: Any, *tokens: Any
 ) -> jax.Array:
     """Returns `[T, H]`: experts and a weighted combine, by `run`, which is `_run`, or `_run_on_tpu` with `tokens`."""
-    leaves, tree = jax.tree.flatten((routed, weights, tokens))
-    routed, weights, tokens = jax.tree.unflatten(tree, vary_alike(*leaves))
+    routed, weights, tokens = vary_alike(routed, weights, tokens)
     last = {name: weights.pop(name) for name in list(weights) if name.startswith("down")}
     handle = jax.lax.stop_gradient(routed.handle)
     operands = routed.x, routed.handle.weights, weights, last, routed.group_sizes, handle, *tokens
@@ -355,8 +354,7 @@ _run_on_tpu.defvjp(_forward_on_tpu, _backward_on_tpu)
 
 def _weighted_float8(function: ExpertFunction, weights: mlp.Weights, routed: Routed, back: Return) -> jax.Array:
     """Returns `[T, H]`: experts in fp8 and a weighted combine, with the backward pass of this module."""
-    leaves, tree = jax.tree.flatten((routed, weights))
-    routed, weights = jax.tree.unflatten(tree, vary_alike(*leaves))
+    routed, weights = vary_alike(routed, weights)
     operands = mlp.float8_operands(function, routed.x, routed.group_sizes, weights)
     step = _Float8Step(mlp.in_kernels(function), back, *routed.x.shape)
     return _run_float8(step, routed.handle.weights, jax.lax.stop_gradient(routed.handle), *operands)

@@ -85,8 +85,7 @@ def experts_and_combine(
     # Rows of alignment padding hold the number zero, which no token has. Rows past the last group may hold any number.
     # For the number of a token that does not exist, the kernels multiply a row of zeros.
     index = _whole(routed.x[:, 0].astype(jnp.int32)) - 1
-    leaves, tree = jax.tree.flatten((x, index, routed, weights))
-    x, index, routed, weights = jax.tree.unflatten(tree, vary_alike(*leaves))
+    x, index, routed, weights = vary_alike(x, index, routed, weights)
     last = {name: weights.pop(name) for name in list(weights) if name.startswith("down")}
     handle = jax.lax.stop_gradient(routed.handle)
     step = _Step(function, alone(config))

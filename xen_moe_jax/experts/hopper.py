@@ -202,7 +202,7 @@ def grouped_matmul(
         )
     chosen = plan_of or _plan_for(rows, weights)
     given = (_whole(rows, 0, 1), _whole(weights, 1, 2), _whole(bias, 1), _whole(row_weights, 0), group_sizes)
-    out = _multiply(chosen, *_vary_alike(*given))
+    out = _multiply(chosen, *vary_alike(*given))
     return out[: rows.shape[0], : weights.shape[2]]
 
 
@@ -282,7 +282,7 @@ def _with_projections(
         raise ValueError(f"activated: {count} weights: {activation.name!r} has {1 + activation.gated}")
     padded = [_whole(w, 1, 2) for w in weights] + [_whole(bias, 1) for bias in biases or ()]
     more = more if isinstance(more, tuple) else _whole(more, 0)
-    padded_rows, *both, more, group_sizes = _vary_alike(_whole(rows, 0, 1), *padded, more, group_sizes)
+    padded_rows, *both, more, group_sizes = vary_alike(_whole(rows, 0, 1), *padded, more, group_sizes)
     added = tuple(both[count:]) or None
     results = run(chosen, activation, padded_rows, tuple(both[:count]), added, more, group_sizes)
     return [result[: rows.shape[0], : weights[0].shape[2]] for result in results]
@@ -304,12 +304,6 @@ def _whole(array: Any, *axes: int) -> Any:
     }
     widths = [(0, extra[axis] if axis in axes else 0) for axis in range(array.ndim)]
     return jnp.pad(array, widths) if any(more for _, more in widths) else array
-
-
-def _vary_alike(*operands: Any) -> Any:
-    """Applies `vary_alike` to the arrays of the operands, some of which may be None or `Lent`."""
-    leaves, tree = jax.tree.flatten(operands)
-    return jax.tree.unflatten(tree, vary_alike(*leaves))
 
 
 def sum_of_groups(chosen: Plan, rows: Any, group_sizes: Any, row_weights: Any = None, index: Any = None) -> Any:

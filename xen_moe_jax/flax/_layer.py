@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from xen_moe_jax import _validate
-from xen_moe_jax._float8_weight import Float8Weight
+from xen_moe_jax._float8_weight import Float8Weight, without_codes
 from xen_moe_jax._mesh import vary_over
 from xen_moe_jax._quantized_weight import QuantizedWeight, without_gradient
 from xen_moe_jax.experts import tpu_decode
@@ -83,7 +83,7 @@ def moe_on_rank(
         _validate.placement(members.placement, config.num_experts, jax.lax.axis_size(config.axis_name), "MoE")
     if members.placement is not None and config.num_slots is None:
         where: dict[str, Any] = {"axis_name": config.axis_name, "active": members.active, "config": config.kernel}
-        parts = {name: _without_codes(part) for name, part in parts.items()}
+        parts = {name: without_codes(part) for name, part in parts.items()}
         parts = members.placement.move(parts, None, members.placement, **where)
     if config.replicated_tokens:
         chosen_here = topk_idx is None and members.placement is None
@@ -113,12 +113,6 @@ def _for_compute(weight: Any, dtype: Any) -> Any:
     if isinstance(weight, Float8Weight):
         return weight.with_master(lambda master: master.astype(dtype))
     return without_gradient(weight) if isinstance(weight, QuantizedWeight) else weight.astype(dtype)
-
-
-def _without_codes(weight: Any) -> Any:
-    """Returns the master of a `Float8Weight`, and other weights as they are: weights that travel to slots are quantized
-    there."""
-    return weight.master if isinstance(weight, Float8Weight) else weight
 
 
 def _one_part_each(config: MoEConfig, parts: dict[str, jax.Array], tokens: Chunk) -> tuple[dict[str, jax.Array], Chunk]:

@@ -109,12 +109,7 @@ def apply_moe(
         device.
       weights: see `moe_on_rank`.
       x: floating-point tokens `[..., H]`; inside a `shard_map` over the expert axis, this rank's.
-      mask: bool, `x.shape[:-1]`; False leaves a token out.
-      token_ids: integer, `x.shape[:-1]`; with choice="hash" and only then.
-      active: bool, one entry for every rank of `config.axis_name`.
-      topk_idx: integer `[*x.shape[:-1], K]`, the experts to use in place of the router's choice; -1 is an unused slot.
-      placement: where the experts are, as in `xm.dispatch`; None is at home.
-      quantized: from `quantized_weights` of these weights; None quantizes the weights of experts in fp8 here.
+      mask, token_ids, active, topk_idx, placement, quantized: as in `nnx.MoE.__call__`.
 
     Returns:
       `[..., H]` of `config.dtype` or `x.dtype`, and the metrics over all ranks.
