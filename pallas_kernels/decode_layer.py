@@ -12,10 +12,13 @@ are added up and leave. At the end each rank adds up what has come for its own t
 
 Who waits: ranks announce themselves as `peers` says. A visit waits for the records of its group of experts, which have
 semaphores of their own. A sum lies where its pair's last row was, which nothing else reads; a further pass waits until
-the sums of the one before it have left. Where VMEM is short sums come back into HBM, and are read when all have come.
+the sums of the one before it have left.
 
-Two cores share a rank's experts where one could not keep up with HBM. Each runs this kernel with half of them, and
-reaches the cores of its number alone. It sends rows, not sums, to their places in HBM, and `decode_sums` adds them up.
+Where VMEM is short (`in_hbm`), rows leave instead of sums, for their places in HBM, and `decode_sums` adds them up. The
+rows of `VISITS_KEPT` visits are kept: a visit waits until those that lay in its place have left.
+
+Two cores share a rank's experts where one could not keep up with HBM. Each runs this kernel with half of them, reaches
+the cores of its number alone, and sends rows.
 
 A record here has no header, and takes whole registers: `whole` rows of 128 words, of which the first ones travel.
 """
@@ -38,7 +41,7 @@ from xen_moe_jax.pallas_kernels import decode_routing, peers
 from xen_moe_jax.pallas_kernels.decode_experts import COLUMNS, GROUP, Pieces, Streams, bias_of, rounded_sums
 from xen_moe_jax.pallas_kernels.decode_experts import vmem_bytes as experts_bytes
 from xen_moe_jax.pallas_kernels.decode_routing import AT_ONCE, ROW_BITS, TOKEN_BITS, Sizes, number_of
-from xen_moe_jax.pallas_kernels.decode_sums import decode_sums, lines, places
+from xen_moe_jax.pallas_kernels.decode_sums import decode_sums, lines, put_places
 from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.order_pairs import SUBLANES
 from xen_moe_jax.pallas_kernels.record import LANES, Record, bits_of, encode, values_of
@@ -53,7 +56,10 @@ _ABSENT = dict.fromkeys(("gate", "gates", "gate_sum", "gate_bias", "up_bias", "d
 PAIRS = 4
 """Pairs that are added up side by side."""
 ROUTING, TOKENS, SUMS = range(3)
-"""Semaphores of what leaves."""
+"""Semaphores of what leaves. Rows that leave one by one take `VISITS_KEPT` from `SUMS` on, visits by turns."""
+VISITS_KEPT = 8
+"""Visits whose rows may be leaving one by one, a power of two. They leave behind the records of tokens, which on tpu7x
+travel for seven visits of DeepSeek-V3 with 128 tokens and weights of one byte."""
 
 
 def record_of(hidden: int, dtype: Any) -> Record:
@@ -191,6 +197,10 @@ class _Layer(Streams):
         dtype, expert = jnp.dtype(self.record.dtype), refs.experts[visit]
         first, kept = refs.firsts[visit], self._records(refs.kept)
         hidden = refs.out_sum.shape[1]
+        turn = i & (VISITS_KEPT - 1)
+        place = turn * self.pieces.rows_at_once if self.sizes.in_hbm else first
+        if self.sizes.in_hbm:
+            self.await_left(i - VISITS_KEPT)
 
         def rounded(rows: Any, c: int) -> jax.Array:
             columns = pl.ds(c * LANES, min(LANES, hidden - c * LANES))
@@ -211,12 +221,12 @@ class _Layer(Streams):
             rows = pl.ds(pl.multiple_of(n * GROUP, GROUP), GROUP)
             for j in range(self.record.value_rows):
                 word = self._word([rounded(rows, c) for _, c in self._chunks(j)])
-                kept.store(j, first + n * GROUP, word)
-            if self.sizes.cores > 1:
-                self._send_rows(first + n * GROUP, jnp.minimum(size - n * GROUP, GROUP))
+                kept.store(j, place + n * GROUP, word)
+            if self.sizes.in_hbm:
+                rest = jnp.minimum(size - n * GROUP, GROUP)
+                self._send_rows(first + n * GROUP, place + n * GROUP, rest, SUMS + turn)
 
-        if self.sizes.cores > 1:
-            refs.leaving[0] = refs.leaving[0] + size
+        if self.sizes.in_hbm:
             return
 
         def noted(n: Any, count: Any) -> Any:
@@ -237,29 +247,36 @@ class _Layer(Streams):
         def _(n: Any) -> None:
             self._send([refs.ended[n]])
 
-    def _send_rows(self, first: Any, count: Any) -> None:
-        """Sends `count` rows, from row `first` of `kept` on, to their places among the rows of their tokens, on the
-        tokens' ranks."""
+    def await_left(self, i: Any) -> None:
+        """Waits until the rows of visit `i` have left, if there is such a visit and rows leave one by one."""
+
+        @pl.when(i >= 0)
+        def _() -> None:
+            count = self.refs.sizes[self.visit(i)]
+            self._records(self.refs.kept).wait(count, self.refs.sent.at[SUMS + (i & (VISITS_KEPT - 1))])
+
+    def _send_rows(self, first: Any, place: Any, count: Any, semaphore: Any) -> None:
+        """Sends `count` rows, from row `first` on, which lie from `kept[place]` on, to their places among the rows of
+        their tokens, on the tokens' ranks."""
         refs, kept, back = self.refs, self._records(self.refs.kept), self.back
         assert back is not None
         many = lax.div(count, AT_ONCE)
 
-        def send(first: Any, count: int) -> None:
+        def send(n: Any, count: int) -> None:
+            at = first + n
             # read before the first DMA starts: the compiler does not move a read before a DMA
-            places = [
-                (number_of(refs.links[first + n], self.sizes.tokens), refs.weight[first + n]) for n in range(count)
-            ]
-            for n, ((source, token, _), place) in enumerate(places):
-                there = place * self.sizes.tokens + token, pl.ds(0, self.record.shape[0])
-                back.start(kept.at(first + n), there, source, SUMS)
+            places = [(number_of(refs.links[at + k], self.sizes.tokens), refs.weight[at + k]) for k in range(count)]
+            for k, ((source, token, _), row) in enumerate(places):
+                there = row * self.sizes.tokens + token, pl.ds(0, self.record.shape[0])
+                back.start(kept.at(place + n + k), there, source, semaphore)
 
         @pl.loop(0, many)
         def _(n: Any) -> None:
-            send(first + n * AT_ONCE, AT_ONCE)
+            send(n * AT_ONCE, AT_ONCE)
 
         @pl.loop(many * AT_ONCE, count)
         def _(n: Any) -> None:
-            send(first + n, 1)
+            send(n, 1)
 
     def _send(self, last: list[Any]) -> None:
         """Adds up the rows of pairs in slot order, of which these are the last ones, and sends the sums to the tokens'
@@ -340,7 +357,6 @@ def _body(
     sizes: Sizes,
     axes: peers.Axes | None,
     blocks: dict[str, tuple[int, int] | None],
-    in_hbm: bool,
     flat: bool,
 ) -> None:
     rank = jnp.int32(0) if axes is None else lax.axis_index(axes.names).astype(jnp.int32)
@@ -390,8 +406,8 @@ def _body(
     every_peer(lambda peer: meeting.start(refs.routing.at[rank], rank, peer, ROUTING))
     if axes is not None:
         _send_tokens(refs, sizes, rank, tokens, lambda group: link(refs.tokens, refs.tokens_came.at[group]))
-    if core is not None:
-        _put_places(refs, sizes, rank, core)
+    if sizes.in_hbm:
+        put_places(refs, sizes, rank, core)
     every_peer(lambda source: await_routing(arrivals(refs.routing_came, source)))
     decode_routing.count(refs, sizes, place)
 
@@ -400,7 +416,9 @@ def _body(
         mine = decode_routing.order(refs, sizes, place, begin, end, first_expert)
         of_pass = dataclasses.replace(layer, mine=mine, zero=lax.shift_right_logical(mine, 31))
         of_pass.visits(of_pass.more_slabs(begin == 0, early, ahead))
-        if axes is not None:
+        if sizes.in_hbm:
+            pl.loop(jnp.maximum(mine - VISITS_KEPT, 0), mine)(of_pass.await_left)
+        elif axes is not None:
             _Records(refs.kept, record, flat).wait(refs.leaving[0], refs.sent.at[SUMS])
             refs.leaving[0] = 0
         return end
@@ -420,35 +438,15 @@ def _body(
         left = [decode_routing.returned(refs, sizes, peer) for peer in range(ranks)]
         tokens.wait(sum(left) - decode_routing.returned(refs, sizes, rank), refs.sent.at[TOKENS])
 
-    came = decode_routing.returned if core is None else decode_routing.returned_rows
+    came = decode_routing.returned_rows if sizes.in_hbm else decode_routing.returned
 
     @pl.loop(0, ranks)
     def _(source: Any) -> None:
         tokens.wait(came(refs, sizes, source), arrivals(refs.sums_came, source))
 
-    if core is not None:  # `decode_sums` adds up
-        meeting.leave()
-        return
-    if in_hbm:  # records of tokens are no longer read
-        rows = pl.ds(0, record.shape[0])
-        dma = pltpu.make_async_copy(refs.sums_back.at[:, rows], refs.tokens.at[:, rows], refs.moved)
-        dma.start()
-        dma.wait()
-    _add_up(refs, tokens if in_hbm else _Records(refs.sums_back, record, flat), sizes)
+    if not sizes.in_hbm:  # else `decode_sums` adds up
+        _add_up(refs, _Records(refs.sums_back, record, flat), sizes)
     meeting.leave()
-
-
-def _put_places(refs: Any, sizes: Sizes, rank: Any, core: Any) -> None:
-    """Writes the table of `places` of this rank's tokens for `decode_sums`. Core 0 alone writes it: both cores would
-    write the same."""
-
-    @pl.when(core == 0)
-    def _() -> None:
-        slots, weights = (refs.routing[rank, at : at + sizes.top_k] for at in (0, sizes.half))
-        refs.upright[...] = places(slots, weights, sizes.experts * sizes.cores, sizes.ranks)
-        dma = pltpu.make_async_copy(refs.upright, refs.places, refs.moved)
-        dma.start()
-        dma.wait()
 
 
 def _groups_of(rows: Any, buffer: Any) -> int:
@@ -549,25 +547,28 @@ def _add_up(refs: Any, back: _Records, sizes: Sizes) -> None:
         leave(last).wait()
 
 
+def _kept(pieces: Pieces, sizes: Sizes) -> int:
+    """Returns the rows that lie in VMEM when they have been computed."""
+    return VISITS_KEPT * pieces.rows_at_once if sizes.in_hbm else sizes.rows + GROUP
+
+
 def vmem_bytes(
     pieces: Pieces,
     record: Record,
     sizes: Sizes,
     shape: tuple[int, ...],
     gated: bool,
-    *,
-    in_hbm: bool = False,
     of_weights: int | None = None,
 ) -> int:
     """VMEM that the kernel needs beside biases and scales.
 
     Args:
       shape: of `up`, `[L, H, F]`.
-      in_hbm: as in `decode_layer`.
       of_weights: bytes of a weight; None for as many as an element of a token has.
     """
     itemsize, all_tokens = 4 // record.per_word, sizes.ranks * sizes.tokens
-    records = (all_tokens * (1 if in_hbm else 2) + sizes.rows + 2 * GROUP) * 4 * LANES * whole_rows(record)
+    back = 0 if sizes.in_hbm else all_tokens
+    records = (all_tokens + back + _kept(pieces, sizes) + GROUP) * 4 * LANES * whole_rows(record)
     given = 2 * GROUP * record.hidden * (itemsize + 4)
     hidden, width = shape[1:]
     # the experts' kernel has two buffers of rows in and out each, this one has one of rows in
@@ -607,7 +608,7 @@ def decode_layer(
       axes: the ranks; None: tokens and experts are this rank's alone, and sums are not rounded.
       launch: where it has two cores, `axes` are given, the number of experts is even, each core has half of them, and
         `kept` and `certain` are those of a core.
-      in_hbm: sums come back into HBM, not VMEM; with axes. Rows, which come back to two cores, always do.
+      in_hbm: rows come back one by one into HBM, not sums into VMEM; with axes. Always so with two cores.
 
     Returns:
       `[T, H]` in `x.dtype`, without axes float32.
@@ -617,7 +618,7 @@ def decode_layer(
     record = record_of(hidden, dtype)
     wide, out_dtype = record.hidden, dtype if axes else jnp.dtype(jnp.float32)
     ranks, top_k, in_hbm = axes.num_ranks if axes else 1, topk_idx.shape[0], in_hbm or cores > 1
-    sizes = Sizes(ranks, tokens, top_k, local // cores, pieces.rows_at_once, kept, certain, cores)
+    sizes = Sizes(ranks, tokens, top_k, local // cores, pieces.rows_at_once, kept, certain, cores, in_hbm)
     operands: dict[str, Any] = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights, "up": up, "down": down}
     if gated:
         operands["gate"] = gate
@@ -639,7 +640,7 @@ def decode_layer(
     scratch: dict[str, Any] = {
         **sizes.scratch(),
         "tokens": records(ranks * tokens),
-        "kept": records(sizes.rows + GROUP),
+        "kept": records(_kept(pieces, sizes)),
         "gathered": records(GROUP),
         "given": pltpu.VMEM((2, min(tokens, GROUP), hidden), dtype),
         "rows": pltpu.VMEM((most, wide), dtype),
@@ -651,30 +652,29 @@ def decode_layer(
         "up_semaphore": pltpu.SemaphoreType.DMA((ups,)),
         "down_semaphore": pltpu.SemaphoreType.DMA((downs,)),
         "given_semaphore": pltpu.SemaphoreType.DMA((2,)),
-        "sent": pltpu.SemaphoreType.DMA((3,)),
+        "sent": pltpu.SemaphoreType.DMA((SUMS + (VISITS_KEPT if in_hbm else 1),)),
         "routing_came": pltpu.SemaphoreType.DMA((came,)),
         "tokens_came": pltpu.SemaphoreType.DMA((sizes.groups, came)),
         "sums_came": pltpu.SemaphoreType.DMA((came,)),
         "credits": pltpu.SemaphoreType.REGULAR,
     }
     of_sums = (ranks * tokens, whole_rows(record), LANES) if axes else (tokens, _whole_sums(record), LANES)
-    if cores == 1:
+    if not in_hbm:
         scratch["total"] = pltpu.VMEM((2, min(tokens, GROUP), hidden), out_dtype)
         scratch["out_semaphore"] = pltpu.SemaphoreType.DMA((2,))
-    if not in_hbm:
         scratch["sums_back"] = pltpu.VMEM(of_sums, jnp.int32)
     if gated:
         scratch["gates"] = slab(ups, min(pieces.depth, hidden), width, up.dtype)
         scratch["gate_sum"] = pltpu.VMEM((most, width), jnp.float32)
-    outputs = {"out": ((tokens, hidden), out_dtype)} | ({"sums_back": (of_sums, jnp.int32)} if in_hbm else {})
-    if cores > 1:
+    outputs: dict[str, Any] = {"out": ((tokens, hidden), out_dtype)}
+    if in_hbm:
         table = (sizes.wide, lines(top_k))
         scratch["upright"] = pltpu.VMEM(table, jnp.float32)
         outputs = {"sums_back": ((top_k * tokens, *of_sums[1:]), jnp.int32), "places": (table, jnp.float32)}
     body = functools.partial(_body, pieces=pieces, activate=activate, record=record, sizes=sizes, axes=axes)
     blocks = {name: block for name, (_, block) in (scales or {}).items()}
     made = launch.call(
-        functools.partial(body, blocks=blocks, in_hbm=in_hbm, flat=not launch.interpret),
+        functools.partial(body, blocks=blocks, flat=not launch.interpret),
         functools.partial(types.SimpleNamespace, **_ABSENT),
         [*operands, *outputs, *scratch],
         name="xen_moe_decode_layer",
@@ -690,6 +690,6 @@ def decode_layer(
         ),
         out_shape=list(outputs.values()),
     )(*operands.values())
-    if cores == 1:
+    if not in_hbm:
         return made[0]
     return decode_sums(*made, record=record, shape=(tokens, hidden), dtype=dtype, launch=launch)

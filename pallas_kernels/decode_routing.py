@@ -51,8 +51,9 @@ class Sizes:
     certain: experts that are visited whether they have rows or not, the first ones: their weights are on their way
       before the routing is known.
     cores: cores of a rank that share its experts. A rank then has `cores` times `experts` experts, and each core a run
-      of them. A core gets tokens from the cores of its own number on the other ranks. With two cores, `decode_layer`
-      does not add up rows: each row leaves for its place among the rows of its token (`by_rank`).
+      of them. A core gets tokens from the cores of its own number on the other ranks.
+    in_hbm: `decode_layer` does not add up rows: each row leaves for its place among the rows of its token (`by_rank`),
+      in HBM. Always so with two cores.
     """
 
     ranks: int
@@ -63,6 +64,7 @@ class Sizes:
     kept: int
     certain: int
     cores: int = 1
+    in_hbm: bool = False
 
     @property
     def wide(self) -> int:
@@ -132,7 +134,7 @@ class Sizes:
         sometimes: dict[str, Any] = {}
         if self.beside > 1:
             sometimes["merged"] = pltpu.VMEM((self.blocks, 2 * self.half, self.wide), jnp.int32)
-        if self.cores == 1:
+        if not self.in_hbm:
             sometimes["masks"] = pltpu.VMEM((self.ranks, self.wide, LANES), jnp.int32)
         return sometimes | {
             "routing": pltpu.VMEM((self.ranks, 2 * self.half, self.wide), jnp.int32),
@@ -194,8 +196,8 @@ def put_own(refs: Any, sizes: Sizes, rank: Any, core: Any) -> None:
     """Puts this rank's routing where it leaves from; writes which tokens go to each rank, to its core of this number.
 
     `own` then has, for every rank, its tokens in the order of their groups, a word each (`leaving`), and behind these
-    the number of tokens that go to each rank (`returned`); with two cores also the number of their rows
-    (`returned_rows`). With one core, `masks[r]` has ones in the rows of tokens that go to rank `r`.
+    the number of tokens that go to each rank (`returned`); with `in_hbm` also the number of their rows
+    (`returned_rows`). Else `masks[r]` has ones in the rows of tokens that go to rank `r`.
     """
     top_k, tokens, wide = sizes.top_k, sizes.tokens, sizes.wide
     refs.routing[rank] = jnp.full((2 * sizes.half, wide), -1, jnp.int32)
@@ -210,16 +212,16 @@ def put_own(refs: Any, sizes: Sizes, rank: Any, core: Any) -> None:
     for s in range(top_k):
         local = experts[s : s + 1] - first
         least = jnp.where(local >= 0, jnp.minimum(least, local), least)
-        if sizes.cores > 1:
+        if sizes.in_hbm:
             rows = rows + ((local >= 0) & (local < sizes.experts)).astype(jnp.float32)
     hit = least < sizes.experts
     lane = lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
     returned = jnp.zeros((1, LANES), jnp.int32)
-    if sizes.cores > 1:
+    if sizes.in_hbm:
         for r in range(sizes.ranks):
             of_rank = jnp.sum(rows[r : r + 1], axis=1, keepdims=True).astype(jnp.int32)
             returned = jnp.where(lane == LANES // 2 + r, of_rank, returned)
-    upright = jnp.transpose(hit.astype(jnp.float32)) if sizes.cores == 1 else None
+    upright = None if sizes.in_hbm else jnp.transpose(hit.astype(jnp.float32))
     for r in range(sizes.ranks):
         returned = jnp.where(lane == r, counted(hit[r : r + 1]), returned)
         if upright is not None:
@@ -250,7 +252,7 @@ def returned(refs: Any, sizes: Sizes, rank: Any) -> Any:
 
 
 def returned_rows(refs: Any, sizes: Sizes, rank: Any) -> Any:
-    """Returns how many rows of this rank's tokens the core of this core's number on `rank` has, with two cores."""
+    """Returns how many rows of this rank's tokens the core of this core's number on `rank` has, with `in_hbm`."""
     return refs.own[sizes.ranks * sizes.wide + LANES // 2 + rank]
 
 
@@ -372,7 +374,7 @@ def _sort(refs: Any, sizes: Sizes, block: Any, place: Any, first_block: Any, beg
     row = jnp.where(order < sizes.most, begins + order, rests + order - sizes.most)
     mine = local >= 0
     last = jnp.max(jnp.where(mine, row, -1), axis=0, keepdims=True)
-    if sizes.cores == 1:
+    if not sizes.in_hbm:
         weights = _routing(refs, sizes)[block, sizes.half : sizes.half + top_k]
     else:  # the places to which rows leave stand where weights do
         experts = _routing(refs, sizes)[block, :top_k]

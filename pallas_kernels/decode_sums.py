@@ -1,12 +1,12 @@
-"""The end of a decode layer that two cores compute: a token's rows, which have come one by one, become its sum.
+"""The end of a decode layer whose rows come back one by one: a token's rows become its sum.
 
 What moves: blocks of rows through VMEM, by the pipeline of the grid, and blocks of tokens out. A token's rows lie in
 the order of ranks, those of one rank in slot order (`decode_routing.by_rank`). Rows of one rank are multiplied by their
 weights and added up, and the sum is rounded as if it had travelled; then the ranks' sums are added up. So the bits are
 those of a layer whose ranks send sums.
 
-Who does it: the two cores divide the blocks of tokens between them. Nothing reaches another rank, and nothing waits:
-both cores of `decode_layer` have ended, so that all rows are there.
+Who does it: where there are two cores, they divide the blocks of tokens between them. Nothing reaches another rank, and
+nothing waits: `decode_layer` has ended, so that all rows are there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from xen_moe_jax.pallas_kernels.decode_experts import GROUP
-from xen_moe_jax.pallas_kernels.decode_routing import by_rank
+from xen_moe_jax.pallas_kernels.decode_routing import Sizes, by_rank
 from xen_moe_jax.pallas_kernels.launch import Launch
 from xen_moe_jax.pallas_kernels.order_pairs import SUBLANES
 from xen_moe_jax.pallas_kernels.record import LANES, Record, values_of
@@ -61,6 +61,19 @@ def places(experts: jax.Array, weights: jax.Array, of_rank: int, ranks: int) -> 
     table += [flag.astype(jnp.float32) for flag in (*goes_on, *ends)]
     table += [jnp.zeros_like(table[0])] * (lines(top_k) - len(table))
     return jnp.transpose(jnp.concatenate(table, axis=0))
+
+
+def put_places(refs: Any, sizes: Sizes, rank: Any, core: Any) -> None:
+    """Writes the table of `places` of this rank's tokens for `decode_sums`. Of two cores core 0 alone does: both would
+    write the same."""
+
+    @pl.when(core is None or core == 0)
+    def _() -> None:
+        slots, weights = (refs.routing[rank, at : at + sizes.top_k] for at in (0, sizes.half))
+        refs.upright[...] = places(slots, weights, sizes.experts * sizes.cores, sizes.ranks)
+        dma = pltpu.make_async_copy(refs.upright, refs.places, refs.moved)
+        dma.start()
+        dma.wait()
 
 
 def _body(refs: Any, *, record: Record, flat: bool) -> None:

@@ -140,6 +140,13 @@ ONE_CHIP = ("info", "conformance", "gradients", "drop-ins")
 """Steps of fewer devices than `MESH`: with one rank."""
 
 
+def possible(steps: list[Step], devices: int, slices: int) -> list[Step]:
+    """Returns the steps that so many devices in so many slices can run."""
+    if slices > 1:
+        steps = [step for step in steps if step.name not in ONE_AXIS]
+    return [step for step in steps if devices >= MESH or step.name in ONE_CHIP]
+
+
 def describe(environment: dict[str, str], scratch: pathlib.Path, seconds: float) -> dict[str, Any]:
     """Devices, topology and versions, from a process of its own: this one never opens the chips."""
     path = scratch / "devices.json"
@@ -355,10 +362,7 @@ def main(arguments: list[str] | None = None) -> int:
         known = GENERATIONS.get(found["device_kind"])
         generation = "v5e" if options.rehearse else known.name if known else None
         context = Context(options.out, scratch, found["devices"], generation, options.rehearse, found["processes"])
-        if found["slices"] > 1:
-            steps = [step for step in steps if step.name not in ONE_AXIS]
-        if found["devices"] < MESH:
-            steps = [step for step in steps if step.name in ONE_CHIP]
+        steps = possible(steps, found["devices"], found["slices"])
         outcomes: list[Outcome] = []
         hangs: dict[str, Any] = {}
         for number, step in enumerate(steps, 1):

@@ -383,7 +383,7 @@ def one_call(
         most = max(most, *(visit.rows for visit in visits))
     time = max(times, key=lambda time: time.end)
     sums = 0.0
-    if chosen.cores > 1:
+    if chosen.in_hbm:
         sums = decode_layer.sums_us(program.kernels["xen_moe_decode_sums"], layer, chip)
     total = time.end + sums + tpu_bundles.xla_cycles(own_operations(program.text)) * 1e6 / chip.clock_hz
     return {
@@ -394,7 +394,7 @@ def one_call(
         "experts_us": round(time.core, 1),
         "back_us": round(time.back, 1),
         "core_us": round(time.busy, 1),
-        **({"sums_us": round(sums, 1)} if chosen.cores > 1 else {}),
+        **({"sums_us": round(sums, 1)} if chosen.in_hbm else {}),
         "most_rows": most,
         "slabs_ahead": chosen.pieces.ahead,
         "layer_us": round(total, 1),

@@ -4,8 +4,9 @@ A timeline is simulated: slabs of weights come one after the other, each as soon
 multiplied when it is there and the slab before it has been; a visit waits for the records of its group of experts,
 which come in the order of groups; sums of a visit go onto the wire when it ends, behind the records. A bundle takes a
 cycle, and a product the longer of its bundles and of its operations at the peak of the matrix units; HBM and the links
-have their public bandwidth, and nothing has a latency. Where two cores share the experts, each has a timeline of its
-own, with half of the bandwidths; rows that come back take HBM's time, too, and a second kernel reads them.
+have their public bandwidth, and nothing has a latency. Rows that come back instead of sums take HBM's time, too, and a
+second kernel reads them. Where two cores share the experts, each has a timeline of its own, with half of the
+bandwidths.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Layer:
         from xen_moe_jax.pallas_kernels.decode_routing import Sizes
 
         most = self.pieces.rows_at_once
-        return Sizes(self.ranks, self.tokens, self.top_k, self.local, most, self.kept, self.certain, self.cores)
+        known = self.ranks, self.tokens, self.top_k, self.local, most, self.kept, self.certain
+        return Sizes(*known, self.cores, self.in_hbm)
 
     @property
     def routing_bytes(self) -> int:
@@ -124,7 +126,7 @@ def visits(layer: Layer, seed: int, core: int = 0) -> tuple[list[Visit], Records
     found, of_group = [], layer.sizes.of_group
     for n, (e, rows) in enumerate(pieces):
         ended = [pair for pair, at in last.items() if at == n]
-        if layer.cores > 1:
+        if layer.in_hbm:
             ended, depth = list(map(tuple, rows.tolist())), dict.fromkeys(depth, 1)
         away = sum(source != busiest for source, _ in ended)
         found.append(Visit(len(rows), tuple(depth[pair] for pair in ended), away, e // of_group))
@@ -132,7 +134,8 @@ def visits(layer: Layer, seed: int, core: int = 0) -> tuple[list[Visit], Records
     mine = np.where(owner == busiest, idx % layer.local, layer.local).min(2) // of_group  # [source, token]
     by_group = np.stack([(mine == g).sum(1) for g in range(layer.sizes.groups)])
     by_group[:, busiest] = 0
-    back = reached[busiest] if layer.cores == 1 else np.bincount(owner[busiest].ravel(), minlength=layer.ranks + 1)[:-1]
+    rows = np.bincount(owner[busiest].ravel(), minlength=layer.ranks + 1)[:-1]
+    back = rows if layer.in_hbm else reached[busiest]
     come = np.cumsum(by_group.sum(1)) / max(by_group.sum(), 1)
     records = Records(
         int(max(off.sum(0).max(), off.sum(1).max())),
@@ -149,14 +152,16 @@ class Cycles:
     """Bundles of the kernel on the busiest rank.
 
     Attributes:
-      pack: until the first record leaves. send: of the loop that starts records. index: of the tables. tail: after the
-        last visit. before, up, between, down, after: of each visit: before its slabs, one slab of gate and up, the
-        activation, one slab of down, after its slabs.
+      pack: until the first record leaves. send: of the loop that starts records. index: of the tables. drain: waits
+        until the last rows have left, where they leave one by one. tail: after the last visit, when all has come.
+      before, up, between, down, after: of each visit: before its slabs, one slab of gate and up, the activation, one
+        slab of down, after its slabs.
     """
 
     pack: float
     send: float
     index: float
+    drain: float
     tail: float
     before: list[float]
     up: list[float]
@@ -176,6 +181,7 @@ def cycles(kernel: Loop, layer: Layer, of: list[Visit], records: Records) -> Cyc
       ValueError: the kernel has other loops than this was written for.
     """
     from xen_moe_jax.pallas_kernels import send
+    from xen_moe_jax.pallas_kernels.decode_layer import VISITS_KEPT
 
     front, visit, tail = _largest(kernel)
     once = 0.0
@@ -206,13 +212,17 @@ def cycles(kernel: Loop, layer: Layer, of: list[Visit], records: Records) -> Cyc
             index, pack = index + cost * seen_send, pack + cost * (not seen_send)
     if not seen_send or not index:
         raise ValueError("no loop that sends records, or none that orders them: the counts are of another kernel")
-    rest = float(kernel.bundles)
-    waiting, adding = (tail[:-1], tail[-1:]) if layer.cores == 1 else (tail, [])
+    rest, drain = float(kernel.bundles), 0.0
+    waiting, adding = (tail, []) if layer.in_hbm else (tail[:-1], tail[-1:])
+    if layer.in_hbm:  # over the last visits, with loops over rows inside
+        (over_visits, *waiting), last = waiting, of[-VISITS_KEPT:]
+        turned = sum(bundles.waits(v.rows, VISITS_KEPT * layer.pieces.rows_at_once) for v in last)
+        drain = len(last) * over_visits.bundles + turned * max(loop.bundles for loop in over_visits.inner)
     for loop in waiting:  # over ranks, with loops over records inside; or over what is left of groups, which is nothing
         most = max((inner.bundles for inner in loop.inner if not inner.inner), default=0)
         rest += layer.ranks * loop.bundles + most * records.waits_back * len(loop.inner) / batches
     rest += -(-layer.tokens // 16) * sum(loop.bundles for loop in adding)
-    return Cycles(pack, sending, index, rest, *_of_visits(visit, layer, of, records))
+    return Cycles(pack, sending, index, drain, rest, *_of_visits(visit, layer, of, records))
 
 
 def _slabs(visit: Loop) -> list[Loop]:
@@ -235,8 +245,9 @@ def _written(loop: Loop, layer: Layer, of: list[Visit]) -> float:
 
 
 def _of_visits(visit: Loop, layer: Layer, of: list[Visit], records: Records) -> tuple[list[float], ...]:
+    from xen_moe_jax.pallas_kernels import send
     from xen_moe_jax.pallas_kernels.decode_experts import GROUP, PRODUCTS, columns_at_once
-    from xen_moe_jax.pallas_kernels.decode_layer import PAIRS
+    from xen_moe_jax.pallas_kernels.decode_layer import PAIRS, VISITS_KEPT
 
     slabs = _slabs(visit)
     if len(slabs) != 2:
@@ -259,16 +270,19 @@ def _of_visits(visit: Loop, layer: Layer, of: list[Visit], records: Records) -> 
 
     found: tuple[list[float], ...] = ([], [], [], [], [])
     *arrivals, unpack = visit.inner[:begin]
-    if layer.cores == 1:
-        *between, words, note, many, one = visit.inner[middle + 1 :]
-    else:
+    if layer.in_hbm:
         *between, words = visit.inner[middle + 1 :]
         note, (many, one) = None, words.inner
+        batches = len(send.WAIT_BATCHES)
+        between, leaving = between[:-batches], between[-batches:]
+    else:
+        *between, words, note, many, one = visit.inner[middle + 1 :]
+        leaving = []
     turns = layer.pieces.slabs(layer.hidden, layer.width)
     whole = layer.hidden // layer.pieces.depth, layer.width // layer.pieces.width
     smaller = layer.hidden % layer.pieces.depth, layer.width % layer.pieces.width
     awaited = 0
-    for v in of:
+    for n, v in enumerate(of):
         pieces = -(-v.rows // layer.pieces.rows)
         groups = -(-v.rows // GROUP)
         before = visit.bundles + groups * unpack.bundles
@@ -281,6 +295,9 @@ def _of_visits(visit: Loop, layer: Layer, of: list[Visit], records: Records) -> 
         up, down = (slab(loop, times, pieces) for loop, times in zip(slabs, of_products, strict=True))
         activation = pieces * behind(visit.inner[begin + 1 : middle], smaller[0], 0)
         after = pieces * behind(between, smaller[1], 1) + groups * words.bundles
+        if leaving and n >= VISITS_KEPT:
+            turned = bundles.waits(of[n - VISITS_KEPT].rows, VISITS_KEPT * layer.pieces.rows_at_once)
+            after += turned * max(loop.bundles for loop in leaving)
         pairs, further = len(v.depths), sum(v.depths) - len(v.depths)
         after += pairs // PAIRS * many.bundles + pairs % PAIRS * one.bundles
         if note is not None:
@@ -322,6 +339,7 @@ def simulated(layer: Layer, chip: Any, cores: int, counted: Cycles, of: list[Vis
         hbm, link = chip.hbm_bytes_per_s / layer.cores, chip.link_bytes_per_s / layer.cores
         chip = dataclasses.replace(chip, hbm_bytes_per_s=hbm, link_bytes_per_s=link)
     from xen_moe_jax.pallas_kernels.decode_experts import GROUP
+    from xen_moe_jax.pallas_kernels.decode_layer import VISITS_KEPT
 
     us, per_byte = 1e6 / chip.clock_hz, 1e6 / chip.hbm_bytes_per_s
     routing = chip.all_to_all_us((layer.ranks - 1) * layer.routing_bytes, layer.ranks)
@@ -342,10 +360,11 @@ def simulated(layer: Layer, chip: Any, cores: int, counted: Cycles, of: list[Vis
     came = 0.0
     begun: list[float] = []
     arrivals: list[float] = []
+    left: list[float] = []
     now, wire = indexed, arrived[-1]
     ahead = layer.pieces.ahead
     rate = chip.flops_per_s / cores / 1e6
-    busy = (counted.pack + counted.send + counted.index + counted.tail) * us
+    busy = (counted.pack + counted.send + counted.index + counted.drain + counted.tail) * us
 
     def arrive(n: int) -> None:
         nonlocal came
@@ -373,24 +392,25 @@ def simulated(layer: Layer, chip: Any, cores: int, counted: Cycles, of: list[Vis
             now = max(now, arrivals[n]) + cost
             if k == ups - 1:
                 now += counted.between[i] * us
+        if layer.in_hbm and i >= VISITS_KEPT:  # rows lie where those of an earlier visit have left
+            now = max(now, left[i - VISITS_KEPT])
         now += counted.after[i] * us
         leaving = now
-        if layer.cores > 1:  # 16 rows leave at a time, and as many rows come as leave
+        if layer.in_hbm:  # 16 rows leave at a time, and as many rows come as leave
             leaving -= counted.after[i] * us * (1 - GROUP / max(visit.rows, GROUP))
             came += visit.rows * layer.record_bytes * per_byte
         wire = max(wire, leaving) + chip.all_to_all_us(visit.off * layer.record_bytes, layer.ranks)
-        wire = max(wire, now) if layer.cores > 1 else wire
-    out = layer.tokens * layer.hidden * 2 * per_byte if layer.cores == 1 else 0.0
-    if layer.in_hbm and layer.cores == 1:  # sums are written there and read
-        out += 2 * layer.ranks * layer.tokens * layer.record_bytes * per_byte
-    end = max(now, wire) + counted.tail * us + out
+        wire = max(wire, now) if layer.in_hbm else wire
+        left.append(wire)
+    out = 0.0 if layer.in_hbm else layer.tokens * layer.hidden * 2 * per_byte
+    end = max(now + counted.drain * us, wire) + counted.tail * us + out
     back = chip.all_to_all_us(sum(v.off for v in of) * layer.record_bytes, layer.ranks)
     weights = arrivals[-1] if arrivals else 0.0
     return Time(first, arrived[-1], weights, now, wire, end, busy, routing + there + back)
 
 
 def sums_us(kernel: Loop, layer: Layer, chip: Any) -> float:
-    """Microseconds of the kernel that adds up the rows of tokens, where two cores have computed them: the longer of its
+    """Microseconds of the kernel that adds up the rows of tokens, where they have come one by one: the longer of its
     bundles and of HBM, behind the first block of each core."""
     steps = -(-layer.tokens // 16)
     # a turn has eight tokens; where one step with one turn does everything, the compiled kernel has no loop

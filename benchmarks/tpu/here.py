@@ -4,7 +4,8 @@ The environment says which, so that tests and measurements serve all three (`too
 - nothing: the TPUs that JAX sees, on one host or, with `XEN_MOE_TPU_COORDINATOR`, several.
 - `XEN_MOE_TPU_REHEARSE=N`: N virtual CPU devices and Pallas's interpreter. Interpret mode is of one process: where
   there are several, plain JAX takes the place of the kernels, and what is rehearsed is how processes work together.
-- `XEN_MOE_TPU_COMPILE_FOR=v5e:2x4`: nothing runs; each program is compiled for that topology by libtpu.
+- `XEN_MOE_TPU_COMPILE_FOR=v5e:2x4`: nothing runs; each program is compiled for that topology by libtpu; with
+  `v5e:2x4/2`, for two slices of it.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ def here() -> Here:
     if topology := os.environ.get(COMPILE_FOR):
         from benchmarks.tpu import topologies
 
-        generation = topology.partition(":")[0]
-        return Here("topology", tuple(topologies.devices(generation, topology=topology)))
+        generation, (name, _, slices) = topology.partition(":")[0], topology.partition("/")
+        found = topologies.devices(generation, topology=name, num_slices=int(slices or 1))
+        return Here("topology", tuple(sorted(found, key=slice_of)))
     devices = tuple(sorted(jax.devices(), key=lambda d: (slice_of(d), d.process_index, d.id)))
     if os.environ.get(REHEARSE):
         return Here("rehearsal", devices)

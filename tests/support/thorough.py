@@ -33,6 +33,7 @@ THOROUGH = (
     "tools/test_tpu_check_programs.py::test_each_kind_of_program_compiles",
     "tools/test_tpu_check_programs.py::test_every_kernel_compiles",
     "tools/test_tpu_check_programs.py::test_one_chip",
+    "tools/test_tpu_check_programs.py::test_two_slices",
     "benchmarks/test_tpu_static.py::test_the_counts_of_the_file_are_those_of_the_kernels",
     "tools/test_tpu_check_programs.py::test_what_is_timed_of_a_decode_compiles",
     # whole programs compiled for a TPU: 10 to 30 s each; the program for v4 stays in `make test`

@@ -40,8 +40,9 @@ which HBM gives the weights, one core needs 1.12 to 1.32 times this time. With a
 takes a layer that does not fit two. The matrix units of one core of v5p need as long for the products of 83 rows as HBM
 needs for the weights. Two cores always share weights of one byte, or leave them to `decode_experts`: HBM gives twice as
 many of them in the same time, and one core of v5p needs 1.2 times this time to convert int8."""
-MOST_AHEAD, LEAST_AHEAD = 96, 2
-"""Slabs of weights that travel while a layer's rows do, at most and at least."""
+MOST_AHEAD, LEAST_AHEAD, AMPLE_AHEAD = 96, 2, 4
+"""Slabs of weights that travel while a layer's rows do, at most and at least. Where VMEM is short, smaller slabs are
+taken rather than fewer than `AMPLE_AHEAD`, but none of 128 rows, which fill half of a matrix unit on some chips."""
 LEAST_KEPT = 512
 """Rows that each core of a rank has room for at least."""
 ROOM = (2.0, 1.5)
@@ -231,7 +232,7 @@ class LayerPieces(NamedTuple):
 
     Attributes:
       kept: rows that there is room for. certain: experts whose weights come before the routing is known.
-      in_hbm: sums come back into HBM.
+      in_hbm: rows come back into HBM.
       cores: that share a rank's experts; with two, `kept` and `certain` are of each.
     """
 
@@ -268,20 +269,21 @@ def layer_pieces(
     both = chip_cores > 1 and (scaled or rows > FEW_ROWS) and local % chip_cores == 0 and ranks > 1
     sharing = [chip_cores] * both + [1] * (chip_cores == 1 or rows <= ROWS_OF_ONE_CORE and not scaled)
     record, reserved = record_of(hidden, matrices.dtype), matrices.bytes_beside(hidden)
-    for cores, room, in_hbm, size in itertools.product(sharing, ROOM, (False, True), (512, 256, 128)):
+    choices = [(False, size, LEAST_AHEAD) for size in (512, 256, 128)]
+    choices += [(True, size, AMPLE_AHEAD) for size in (512, 256)]
+    choices += [(True, size, LEAST_AHEAD) for size in (512, 256, 128)]
+    for cores, room, (in_hbm, size, least) in itertools.product(sharing, ROOM, choices):
         if in_hbm and ranks == 1 or cores > 1 and not in_hbm:
             continue
         own = local // cores
         kept = max(int(room * tokens * top_k) // cores, LEAST_KEPT)
         slabs = Pieces(2 * rows, rows, slab_rows(hidden, size), slab_rows(width, size))
         each = sum(slabs.slabs(hidden, width))
-        for ahead in range(min(MOST_AHEAD, own * each - 1), LEAST_AHEAD - 1, -1):
+        for ahead in range(min(MOST_AHEAD, own * each - 1), least - 1, -1):
             pieces = dataclasses.replace(slabs, ahead=ahead)
             certain = min(-(-ahead // each), int(IDLE_EXPERTS * own * math.exp(min(mean, 20.0))))
-            sizes = Sizes(ranks, tokens, top_k, own, pieces.rows_at_once, kept, certain, cores)
-            inside = vmem_bytes(
-                pieces, record, sizes, matrices.shape, matrices.gated, in_hbm=in_hbm, of_weights=matrices.weight_bytes
-            )
+            sizes = Sizes(ranks, tokens, top_k, own, pieces.rows_at_once, kept, certain, cores, in_hbm)
+            inside = vmem_bytes(pieces, record, sizes, matrices.shape, matrices.gated, matrices.weight_bytes)
             need = reserved + inside
             if need + need // 16 <= limit and sizes.smem_bytes() <= hardware.SMEM_BUDGET:
                 return LayerPieces(pieces, kept, certain, need + need // 16, in_hbm, cores)

@@ -64,8 +64,11 @@ CASES = {
         "tokens": 8, "hidden": 144, "width": 144, "routing": "uniform", "biased": True, "certain": 2,
     },
     "one projection, unused slots": {"tokens": 1, "hidden": 384, "width": 128, "routing": "unused", "gated": False},
-    "sums by way of HBM, passes of some sources": {
+    "rows one by one, passes of some sources": {
         "tokens": 8, "hidden": 128, "width": 128, "routing": "one", "kept": 30, "in_hbm": True,
+    },
+    "rows one by one, more visits than are kept": {
+        "tokens": 16, "hidden": 256, "width": 128, "routing": "uniform", "ranks": 2, "local": 10, "in_hbm": True,
     },
     "no rows at all": {"tokens": 8, "hidden": 128, "width": 128, "routing": "none"},
     "two cores": {"tokens": 32, "hidden": 256, "width": 192, "routing": "uniform", "ranks": 2, "local": 4, "cores": 2},

@@ -87,8 +87,8 @@ def test_the_commands_of_a_file_have_its_seed():
 
 def test_the_file_has_every_layer_of_the_page():
     """The file has bfloat16 for all models, weights of one byte for DeepSeek-V3, the layer that sglang-jax has
-    measured, and the four chips of a v5p-8. Three layers, with 128 tokens on tpu7x, need more than 1.15 times the time
-    of their weights."""
+    measured, and the four chips of a v5p-8. One layer, whose wire alone takes longer, needs more than 1.15 times the
+    time of its weights."""
     rows = {decode.key(row): row for row in json.loads(RESULTS.read_text())["results"]}
     chips = ("v5e", "v5p", "v6e", "tpu7x")
     layers = {(model, "bfloat16") for model in decode.SHOWN} | {("DeepSeek-V3", weights) for weights in decode.WEIGHTS}
@@ -96,9 +96,9 @@ def test_the_file_has_every_layer_of_the_page():
     wanted |= {("v5p", 4, m, t, w, "auto") for (m, w), t in itertools.product(layers, decode.TOKENS)}
     assert rows.keys() == wanted | {("tpu7x", 8, decode.ANCHOR, tokens, "bfloat16", "auto") for tokens in (1, 8)}
     anchor = rows["tpu7x", 8, decode.ANCHOR, 1, "bfloat16", "auto"]
-    over = {name[2:5] for name, row in rows.items() if row["ratio"] > 1.15 and name[:2] == ("tpu7x", 8)}
-    assert over == {("Qwen3-30B-A3B", 128, "bfloat16"), *(("DeepSeek-V3", 128, w) for w in ("float8_e4m3fn", "int8"))}
-    assert sum(row["ratio"] > 1.15 for row in rows.values()) == len(over)
+    over = {name: row for name, row in rows.items() if row["ratio"] > 1.15}
+    assert over.keys() == {("tpu7x", 8, "Qwen3-30B-A3B", 128, "bfloat16", "auto")}
+    assert all(row["wire_us"] > 1.15 * row["weights_us"] for row in over.values())
     assert anchor["weights_us"] < anchor["layer_us"] < 98, anchor  # microseconds that sglang-jax has measured
 
 
