@@ -1,5 +1,6 @@
 """Mistakes of users, and the errors that they get; barriers that were given up."""
 
+import concurrent.futures
 import threading
 import time
 
@@ -187,6 +188,31 @@ def test_engines_that_connect_anew_begin_their_barriers_anew(engine):
             deadline = time.monotonic() + 5
             while engine.peers and time.monotonic() < deadline:
                 time.sleep(0.01)
+
+
+@pytest.mark.parametrize("who", ["threads", "both", "threads of both"])
+def test_engines_that_connect_at_once_have_one_connection(engine, who):
+    """With two connections, a message sent over one is never received by who waits for the peer of the other one."""
+    for _ in range(10):
+        with xt.Engine(name="other") as other:
+            pairs = {"threads": [(engine, other)] * 4, "both": [(engine, other), (other, engine)]}
+            calls = pairs.get(who, pairs["both"] * 2)
+            start = threading.Barrier(len(calls))
+
+            def connect(pair, start=start):
+                start.wait()
+                return pair[0], pair[0].connect(pair[1].descriptor, timeout=20)
+
+            with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
+                met = list(pool.map(connect, calls))
+            there, here = other.peer(engine.name), engine.peer("other")
+            assert all(peer is (here if side is engine else there) for side, peer in met)
+            assert len(engine.peers) == len(engine._peers) == len(other._peers) == 1
+            engine.send(here, b"x")
+            assert other.recv(there, timeout=5) == b"x"
+        deadline = time.monotonic() + 5
+        while engine.peers and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 def test_numbers_of_numpy_are_numbers(engine):

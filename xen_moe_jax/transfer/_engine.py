@@ -35,6 +35,8 @@ from xen_moe_jax.transfer._window import Window, Windows
 from xen_moe_jax.transfer._wire import Wire
 
 BACKENDS = ("auto", "ucx")
+COMES = "it connects to this engine itself"
+"""Of two engines that connect to each other at once, the one with the lower identity refuses the other one so."""
 
 _never_released: list[Generation] = []
 """Memory that a peer which was cut off may still address: it is kept until this process ends."""
@@ -88,6 +90,9 @@ class Engine:
         self._service = Service(self._windows, self._mailbox)
         self._peers: list[Peer] = []  # Peers that are not lost, under the lock.
         self._peer_numbers = itertools.count(1)
+        # Identities of engines to which a thread connects, and of those that are let in: under the lock.
+        self._opening: set[str] = set()
+        self._admitting: set[str] = set()
         try:
             self._loop = Loop(
                 self._core,
@@ -124,7 +129,7 @@ class Engine:
 
     def connect(self, descriptor: bytes, timeout: float = 30.0) -> Peer:
         """Connects to the engine of a descriptor, which then has this engine as a peer too. A second call returns the
-        same peer.
+        same peer; so does a call of another thread, or of the other engine, at the same time.
 
         Raises `TransferRefused` (wrong token, changed descriptor, a name in use), `PeerLost` (no engine listens there),
         `TransferTimeout`.
@@ -162,12 +167,38 @@ class Engine:
             )
         if identity == self.identity:
             raise TransferRefused("connect: this is the engine's own descriptor", request="connect")
-        with self._core.lock:
-            for peer in self._peers:
-                if peer.identity == identity:
-                    return peer
-        channel, hello = _channel.open_channel(address, key, self._hello(), identity, until)
-        return self._join(channel, hello)
+        found: list[Peer] = []
+
+        def connected() -> bool:
+            found.extend(peer for peer in self._peers if peer.identity == identity)
+            return bool(found)
+
+        def is_ours_to_open() -> bool:
+            if not connected() and not {identity} & (self._opening | self._admitting):
+                self._opening.add(identity)
+                return True
+            return bool(found)
+
+        def settle(state) -> None:
+            text_of = f"connect to {text['name']!r}: another connection to it was still being made"
+            core.wait(state, until - time.monotonic(), lambda: text_of, "connect")
+
+        core = self._core
+        settle(is_ours_to_open)
+        if found:
+            return found[-1]
+        try:
+            return self._join(*_channel.open_channel(address, key, self._hello(), identity, until))
+        except TransferRefused as refused:  # also where the other engine connects to this one at the same time
+            comes = COMES in str(refused)
+            settle(lambda: connected() or not (comes or identity in self._admitting))
+            if not found:
+                raise
+            return found[-1]
+        finally:
+            with core.lock:
+                self._opening.discard(identity)
+                core.changed.notify_all()
 
     @property
     def peers(self) -> dict[str, Peer]:
@@ -439,14 +470,27 @@ class Engine:
                 f"a peer named {name!r} is connected to {self.name!r} already; names must be unique. If the new one "
                 f"replaces one that is stopped or hangs, first call engine.peer({name!r}).close() in {self.name!r}"
             )
+        if (identity := str(hello.get("identity"))) in self._opening and self.identity < identity:
+            return COMES
         return None
 
     def _greet(self, connection: socket.socket, until: float) -> None:
         """Performs the handshake with a client, and makes it a peer."""
-        channel, hello = _channel.accept_channel(
-            connection, self._key, self._hello(), self.identity, until, self._reason_to_refuse
-        )
-        self._join(channel, hello)
+        admitted: set[str] = set()
+
+        def refuse(hello: dict) -> str | None:
+            with self._core.lock:
+                if (reason := self._reason_to_refuse(hello)) is None:
+                    admitted.add(str(hello.get("identity")))
+                    self._admitting.update(admitted)
+            return reason
+
+        try:
+            self._join(*_channel.accept_channel(connection, self._key, self._hello(), self.identity, until, refuse))
+        finally:
+            with self._core.lock:
+                self._admitting -= admitted
+                self._core.changed.notify_all()
 
     def _join(self, channel: _channel.Channel, hello: dict) -> Peer:
         core = self._core
