@@ -112,6 +112,10 @@ inline void ExpectRight(World& world, const std::string& what) {
   Expect(wrong == 0, Text("%llu wrong vectors: ", static_cast<unsigned long long>(wrong)) + what);
   world.ClearWrong();
 }
+inline void ExpectSuccess(World& world, const std::string& what) {
+  ExpectNoFailure(world);
+  ExpectRight(world, what);
+}
 
 // The ranks that `rank` waits for, as it shows them.
 inline uint64_t Shown(const RankState& rank) {

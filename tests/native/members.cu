@@ -44,24 +44,20 @@ std::string Members(const Options& o) {
   const int64_t calls = std::max<int64_t>(40, o.calls / 20);
   const double start = Now();
   RunRandom(world, pool, o, calls, true);  // all ranks call; an inactive rank runs ahead
-  ExpectNoFailure(world);
-  ExpectRight(world, "calls with changing members");
+  ExpectSuccess(world, "calls with changing members");
   const double each = (Now() - start) * 1e6 / static_cast<double>(calls);
   RunRandom(world, rest, o, calls, true, absent);
-  ExpectNoFailure(world);
-  ExpectRight(world, "calls without a rank that calls nothing");
+  ExpectSuccess(world, "calls without a rank that calls nothing");
   world.Reset();  // it comes back
   RunRandom(world, whole, o, 60, true);
-  ExpectNoFailure(world);
-  ExpectRight(world, "calls of all after reset");
+  ExpectSuccess(world, "calls of all after reset");
   // Its process ends: operations that leave it out go on, and operations that need it fail at once.
   for (const RankState& state : world.states) {
     NATIVE_CHECK(cudaSetDevice(state.device));
     NATIVE_CHECK(cudaMemcpy(state.mailbox->dead, &absent, 4, cudaMemcpyHostToDevice));
   }
   RunRandom(world, rest, o, 100, true, absent);
-  ExpectNoFailure(world);
-  ExpectRight(world, "calls without a dead rank");
+  ExpectSuccess(world, "calls without a dead rank");
   const double needed = Now();
   world.Each([&](int rank) {
     if (!(absent >> rank & 1)) needs_absent[0][rank]->LaunchAndVerify(world.states[rank].stream[0], true);
@@ -132,8 +128,7 @@ std::string Unmet(const Options& o) {
     world.Reset();
   }
   RunRandom(world, pool, o, 50, false);
-  ExpectNoFailure(world);
-  ExpectRight(world, "calls of all after reset");
+  ExpectSuccess(world, "calls of all after reset");
   return Text("%zu times the rank that stayed away from the first operation was shown (%d samples) and named", trials,
               samples);
 }
@@ -196,8 +191,7 @@ std::string Leaver(const Options& o) {
         if (rank == slow) *reinterpret_cast<volatile int*>(stop) = 1;
       });
       world.Synchronize();
-      ExpectNoFailure(world);
-      ExpectRight(world, "operations beside a rank that was left out, after " + Name(p));
+      ExpectSuccess(world, "operations beside a rank that was left out, after " + Name(p));
       operations += drops ? 5 : 13;
     }
   }

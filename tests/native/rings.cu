@@ -74,8 +74,7 @@ void RunAll(World& world, const Pools& pool, int times, const char* what) {
       for (int i = 0; i < times; ++i) ranks[rank]->LaunchAndVerify(world.states[rank].stream[0]);
     });
     world.Synchronize();
-    ExpectNoFailure(world);
-    ExpectRight(world, what + Name(ranks[0]->problem));
+    ExpectSuccess(world, what + Name(ranks[0]->problem));
   }
 }
 
@@ -146,8 +145,7 @@ std::string Rings(const Options& o) {
   RunAll(world, all, 1, "with all again: ");
   if (!random.empty()) {
     RunRandom(world, random, o, o.calls, true);
-    ExpectNoFailure(world);
-    ExpectRight(world, "random operations");
+    ExpectSuccess(world, "random operations");
   }
   constexpr Step kOwed[] = {Step::kCredit, Step::kRows, Step::kMetadata};
   for (size_t i = 0; i < late.size(); ++i) {
@@ -173,8 +171,7 @@ std::string Rings(const Options& o) {
     NATIVE_CHECK(cudaStreamSynchronize(world.states[rank].stream[0]));
     NATIVE_CHECK(cudaGraphExecDestroy(graphs[rank]));
   });
-  ExpectNoFailure(world);
-  ExpectRight(world, "replays");
+  ExpectSuccess(world, "replays");
   return Text("%zu problems of %d rounds; %lld random; without every third rank; the last rank named; %d replays",
               pool.size(), (kTokens + 1) / 2, static_cast<long long>(random.empty() ? 0 : o.calls), replays);
 }

@@ -14,8 +14,7 @@ std::string Normal(const Options& o) {
       world.Each([&](int rank) { ranks[rank]->LaunchAndVerify(world.states[rank].stream[0]); });
     }
     world.Synchronize();
-    ExpectNoFailure(world);
-    ExpectRight(world, Name(ranks[0]->problem));
+    ExpectSuccess(world, Name(ranks[0]->problem));
     for (const RankState& state : world.states) {
       uint32_t begun = 0;
       NATIVE_CHECK(cudaMemcpy(&begun, state.begun, 4, cudaMemcpyDeviceToHost));
@@ -32,8 +31,7 @@ std::string Random(const Options& o) {
   const double start = Now();
   RunRandom(world, pool, o, o.calls, true);
   const double seconds = Now() - start;
-  ExpectNoFailure(world);
-  ExpectRight(world, "some of the calls");
+  ExpectSuccess(world, "some of the calls");
   return Text("%lld calls on each of %d ranks, %.1f us each", static_cast<long long>(o.calls), o.ranks,
               seconds * 1e6 / static_cast<double>(o.calls));
 }
@@ -43,8 +41,7 @@ long long RunCalls(World& world, const std::vector<std::vector<Prepared*>>& pool
   const int64_t calls = std::min<int64_t>(o.calls, 20000);
   world.Start(Largest(pool));
   RunRandom(world, pool, o, calls, true);
-  ExpectNoFailure(world);
-  ExpectRight(world, "some of the calls");
+  ExpectSuccess(world, "some of the calls");
   return calls;
 }
 
@@ -147,8 +144,7 @@ std::string Broken(const Options& o) {
   }
   Expect(failed > 0, "no operation was caught");
   RunRandom(world, pool, o, 20, false);
-  ExpectNoFailure(world);
-  ExpectRight(world, "calls after the last reset");
+  ExpectSuccess(world, "calls after the last reset");
   return Text("%d of %d trials failed while operations ran; every result whole", failed, trials);
 }
 
@@ -187,8 +183,7 @@ std::string EpochWrap(const Options& o) {
   world.Start(Largest(pool));
   world.LeaveOldFlags(40);
   RunRandom(world, pool, o, 200, true);
-  ExpectNoFailure(world);
-  ExpectRight(world, "calls over the wrap");
+  ExpectSuccess(world, "calls over the wrap");
   uint32_t epoch = 0;
   NATIVE_CHECK(cudaMemcpy(&epoch, &world.states[0].control->epoch, 4, cudaMemcpyDeviceToHost));
   Expect(epoch == 0xFFFFFFF0u + 200 + 2, Text("the epoch is %u after 200 calls", epoch));  // 0 and 1 are left out
@@ -241,8 +236,7 @@ std::string Absent(const Options& o) {
          Text("named rank %d, step %d", f.rank, static_cast<int>(f.step)));
   world.Reset();
   RunRandom(world, pool, o, 200, true);
-  ExpectNoFailure(world);
-  ExpectRight(world, "calls after reset");
+  ExpectSuccess(world, "calls after reset");
   return Text("%d operations ended after %.2f s, rank %d named by all; 200 calls right after reset", queued, seconds,
               absent);
 }
@@ -270,8 +264,7 @@ std::string Skip(const Options& o) {
   }
   world.Reset();
   RunRandom(world, pool, o, 200, true);
-  ExpectNoFailure(world);
-  ExpectRight(world, "calls after reset");
+  ExpectSuccess(world, "calls after reset");
   return Text("named after %.3f s: rank %d", seconds, f.rank);
 }
 
@@ -342,8 +335,7 @@ std::string Order(const Options& o) {
       Expect(Now() - start < o.patience, Text("took %.2f s", Now() - start));
     };
     run(false, false);
-    ExpectNoFailure(world);
-    ExpectRight(world, Name(p) + " in one order");
+    ExpectSuccess(world, Name(p) + " in one order");
     run(true, true);
     ExpectRight(world, "results that are not poisoned: " + Name(p));
     const Failure f = ExpectFailure(world, Cause::kMismatch);
@@ -356,8 +348,7 @@ std::string Order(const Options& o) {
     }
     world.Reset();
     run(false, false);
-    ExpectNoFailure(world);
-    ExpectRight(world, Name(p) + " after reset");
+    ExpectSuccess(world, Name(p) + " after reset");
   }
   return "4 kinds of operation, two calls of equal shapes in two orders";
 }
@@ -494,8 +485,7 @@ std::string Generations(const Options& o) {
       NATIVE_CHECK(cudaStreamSynchronize(stream));
     }
   });
-  ExpectNoFailure(world);
-  ExpectRight(world, "calls while memory grew");
+  ExpectSuccess(world, "calls while memory grew");
   for (const RankState& state : world.states) {
     const uint32_t told = *reinterpret_cast<volatile uint32_t*>(&state.error->generation);
     Expect(told == (generation.back() & 0xFF), Text("rank %d reports generation %u", state.rank, told));
@@ -587,8 +577,7 @@ std::string Company(const Options& o) {
     cudaGetLastError();
     *reinterpret_cast<volatile int*>(stop) = 1;
     world.Synchronize();
-    ExpectNoFailure(world);
-    ExpectRight(world, Text("results with %d multiprocessors left", leave));
+    ExpectSuccess(world, Text("results with %d multiprocessors left", leave));
     ++rounds;
   }
   NATIVE_CHECK(cudaFreeHost(stop));
@@ -633,8 +622,7 @@ std::string Graphs(const Options& o) {
   const double start = Now();
   replay(replays, -1);
   const double seconds = Now() - start;
-  ExpectNoFailure(world);
-  ExpectRight(world, "replays");
+  ExpectSuccess(world, "replays");
   // A rank stops replaying: the replays of all other ranks fail and name it; after reset the same graphs go on.
   std::vector<cudaGraphExec_t> good = graphs;
   capture(true);
@@ -645,8 +633,7 @@ std::string Graphs(const Options& o) {
   graphs.swap(good);
   const int afterwards = std::min(100, replays);
   replay(afterwards, -1);
-  ExpectNoFailure(world);
-  ExpectRight(world, "replays after reset");
+  ExpectSuccess(world, "replays after reset");
   for (const RankState& state : world.states) {
     NATIVE_CHECK(cudaSetDevice(state.device));
     NATIVE_CHECK(cudaGraphExecDestroy(graphs[state.rank]));

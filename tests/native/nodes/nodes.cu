@@ -227,8 +227,7 @@ std::string Normal(const NodeOptions& o) {
       if (o.network && nodes.world.FailureOf(0) == 0) ExpectTraffic(nodes, o, ranks);
 #endif
     }
-    ExpectNoFailure(nodes.world);
-    ExpectRight(nodes.world, Name(ranks[0].prepared->problem));
+    ExpectSuccess(nodes.world, Name(ranks[0].prepared->problem));
   }
   return Text("%zu problems, each twice", pool.size());
 }
@@ -275,8 +274,7 @@ std::string Many(const NodeOptions& o) {
 #endif
       nodes.world.Each([&](int rank) { nodes.Launch(one[rank], rank); });
       nodes.Synchronize();
-      ExpectNoFailure(nodes.world);
-      ExpectRight(nodes.world, Name(p));
+      ExpectSuccess(nodes.world, Name(p));
 #ifndef __CUDACC__
       if (o.network && p.members.all()) ExpectTraffic(nodes, o, one);
 #endif
@@ -299,8 +297,7 @@ void RunNodes(NodeWorld& nodes, const NodeOptions& o, const std::vector<std::vec
     }
     NATIVE_CHECK(cudaStreamSynchronize(stream));
   });
-  ExpectNoFailure(nodes.world);
-  ExpectRight(nodes.world, what);
+  ExpectSuccess(nodes.world, what);
 }
 
 std::string Random(const NodeOptions& o) {
@@ -337,8 +334,7 @@ std::string Graph(const NodeOptions& o) {
       NATIVE_CHECK(cudaStreamSynchronize(nodes.world.states[rank].stream[0]));
     }
   });
-  ExpectNoFailure(nodes.world);
-  ExpectRight(nodes.world, "replayed operations");
+  ExpectSuccess(nodes.world, "replayed operations");
   for (cudaGraphExec_t graph : graphs) NATIVE_CHECK(cudaGraphExecDestroy(graph));
   return Text("a graph of %zu operations, 4 times", pool.size());
 }
@@ -428,8 +424,7 @@ std::string Absent(const NodeOptions& o) {
     nodes.Start(pool);
     nodes.world.Each([&](int rank) { nodes.Launch(pool[0][rank], rank); });
     nodes.world.Synchronize();
-    ExpectNoFailure(nodes.world);
-    ExpectRight(nodes.world, "the operation before");
+    ExpectSuccess(nodes.world, "the operation before");
     const int absent = o.ranks - 1;
     if (kind >= 2) {  // stopped in the middle, while it waited for the other node
       const uint64_t word = PackWaiting(2, Step::kRows, absent - o.per_node);
@@ -517,8 +512,7 @@ std::string Apart(const NodeOptions& o) {
       cudaGetLastError();
       nodes.network->Hold(false);
       nodes.Synchronize();
-      ExpectNoFailure(nodes.world);
-      ExpectRight(nodes.world, what);
+      ExpectSuccess(nodes.world, what);
       Expect(waits, "it ended without what was held back, " + what);
       Expect(ran == in_flight, std::string(ran ? "another kernel ran beside it, " : "no other kernel ran, ") + what);
     }
@@ -550,8 +544,7 @@ std::string Left(const NodeOptions& o) {
       NATIVE_CHECK(cudaStreamSynchronize(nodes.world.states[rank].stream[0]));
     });
     nodes.Synchronize();
-    ExpectNoFailure(nodes.world);
-    ExpectRight(nodes.world, Name(with[i][0].prepared->problem));
+    ExpectSuccess(nodes.world, Name(with[i][0].prepared->problem));
   }
   return Text("%zu operations, %zu without the slow rank behind each", with.size(), without.size());
 }
