@@ -28,6 +28,9 @@ from xen_moe_jax._placement import Placement, of_experts
 from xen_moe_jax._primitive import declare_composite
 from xen_moe_jax._spec import Spec
 
+AT_FIRST = 4
+"""Experts that are lent before a loop, whose every turn waits for the host on a GPU."""
+
 
 def assign(
     topk_idx: jax.Array, num_experts: int, active: jax.Array, spec: Spec, config: KernelConfig
@@ -114,34 +117,34 @@ def _lend(home: jax.Array, lendings: int, most: int, active: jax.Array) -> tuple
     """Lends experts from their homes, rows `home [R, L]`, to active ranks. Returns `[R, R * L]`, and whether no rank is
     left with more than `most` rows."""
     ranks, local = home.shape
-    load = jnp.sum(home, axis=1, dtype=jnp.int32)
+    rank = lax.broadcasted_iota(jnp.int32, (ranks, ranks, local), 0)
+    owner = lax.broadcasted_iota(jnp.int32, rank.shape, 1)
+    place = lax.broadcasted_iota(jnp.int32, rank.shape, 2)
     here = jnp.arange(ranks, dtype=jnp.int32)
-    parts = jnp.zeros((ranks, ranks, local), jnp.int32).at[here, here].set(home)
+
+    def loads(parts: jax.Array) -> jax.Array:
+        return jnp.sum(parts, axis=(1, 2), dtype=jnp.int32)
 
     def one(state: Any) -> Any:
-        turn, home, load, left, parts, _ = state
+        """Lends once; changes nothing where no rank has too many rows, or no rank can take some."""
+        parts, left, _ = state
+        load = loads(parts)
         giver = jnp.argmax(load)
-        expert = jnp.argmax(home[giver])
+        at_home = parts[giver, giver]
+        expert = jnp.argmax(at_home)
         room = jnp.where(left > 0, most - load, 0)
         taker = jnp.argmax(room)
-        rows = jnp.minimum(jnp.minimum(load[giver] - most, home[giver, expert]), room[taker])
-        return (
-            turn + 1,
-            home.at[giver, expert].add(-rows),
-            load.at[giver].add(-rows).at[taker].add(rows),
-            left.at[taker].add(-1),
-            parts.at[giver, giver, expert].add(-rows).at[taker, giver, expert].add(rows),
-            rows > 0,
-        )
+        rows = jnp.minimum(jnp.minimum(load[giver] - most, at_home[expert]), room[taker])
+        moved = rows > 0
+        lent = moved & (owner == giver) & (place == expert)
+        gain = jnp.where(rank == taker, rows, 0) - jnp.where(rank == giver, rows, 0)
+        return parts + jnp.where(lent, gain, 0), left - (moved & (here == taker)), moved
 
-    def more(state: Any) -> Any:
-        turn, _, load, _, _, moved = state
-        return (turn < ranks * lendings) & moved & (jnp.max(load) > most)
-
-    left = jnp.where(active, jnp.int32(lendings), 0)
-    state = jnp.int32(0), home, load, left, parts, jnp.bool_(True)
-    _, _, load, _, parts, _ = lax.while_loop(more, one, state)
-    return parts.reshape(ranks, ranks * local), jnp.max(load) <= most
+    state = jnp.where(rank == owner, home[None], 0), jnp.where(active, jnp.int32(lendings), 0), jnp.bool_(True)
+    for _ in range(AT_FIRST):
+        state = one(state)
+    parts, _, _ = lax.while_loop(lambda state: state[2], one, state)
+    return parts.reshape(ranks, ranks * local), jnp.max(loads(parts)) <= most
 
 
 def _pack(rows: jax.Array, ranks: int, most: int, active: jax.Array) -> jax.Array:

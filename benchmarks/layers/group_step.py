@@ -126,7 +126,7 @@ def in_a_group(size: str, rank: int, ranks: int, folder: str, host: bool) -> dic
 
         def bare(cache: Any) -> Any:
             out, cache = run(dense, experts, cache, *tokens, *members)
-            jax.device_get(out)
+            np.asarray(out)  # as in the job: `jax.device_get` takes 50 us longer
             return cache
 
         def whole(cache: Any) -> Any:
@@ -164,17 +164,18 @@ def in_a_job(size: str, rank: int, ranks: int, port: str, host: bool) -> dict[st
     placement = xm.balance.plan(np.ones(serve.EXPERTS), num_ranks=ranks, slots_per_rank=serve.SLOTS)
     config = None if host else xm.KernelConfig(backend="cuda", timeout_s=60.0)
 
-    def spread(tree: Any) -> Any:
-        return jax.tree.map(
-            lambda a: jax.make_array_from_single_device_arrays(
-                (ranks, *np.shape(a)), NamedSharding(mesh, P("ep")), [jnp.asarray(a)[None]]
-            ),
-            tree,
-        )
+    def spread(local: Any, axis: int | None = None) -> Any:
+        """Returns the array that has this process's `local` as its part along `axis`; None: the same on every rank."""
+        shape, part = list(local.shape), P()
+        if axis is not None:
+            shape[axis], part = ranks * shape[axis], P(*[None] * axis, "ep")
+        return jax.make_array_from_single_device_arrays(tuple(shape), NamedSharding(mesh, part), [jnp.asarray(local)])
+
+    def new_cache() -> Any:
+        cache = serve.empty_cache(serve.ROWS)
+        return {"kv": spread(cache["kv"], 2), "counts": spread(cache["counts"], 0)}
 
     def step(dense: Any, experts: Any, cache: Any, tokens: Any, positions: Any, used: Any, options: Any) -> Any:
-        dense, experts, cache = jax.tree.map(lambda a: a[0], (dense, experts, cache))
-
         def moe(layer: int, x: Any, topk_idx: Any, topk_weights: Any) -> Any:
             routed = xm.dispatch(
                 x, topk_idx, topk_weights, num_experts=serve.EXPERTS, axis_name="ep", config=config, **options
@@ -184,22 +185,23 @@ def in_a_job(size: str, rank: int, ranks: int, port: str, host: bool) -> dict[st
             y = jax.lax.ragged_dot(jax.nn.silu(gate) * up, experts["down"][layer], routed.group_sizes)
             return xm.combine(y, routed.handle, config=config)
 
-        out, cache = serve.decode_step(dense, cache, tokens[0], positions[0], used[0], moe)
-        return out[None], jax.tree.map(lambda a: a[None], cache)
+        return serve.decode_step(dense, cache, tokens, positions, used, moe)
 
-    dense, experts = map(spread, weights(serve))
-    tokens, steps = spread(inputs(serve)), {}
+    dense, experts = weights(serve)
+    dense = {name: spread(array) for name, array in dense.items()}
+    experts = {name: spread(array, 1) for name, array in experts.items()}
+    tokens, steps = [spread(array, 0) for array in inputs(serve)], {}
     options = {"active": jnp.ones(ranks, bool), "placement": placement}
-    traced = jax.jit(
-        jax.shard_map(step, mesh=mesh, in_specs=(P("ep"),) * 6 + (P(),), out_specs=P("ep")), donate_argnums=2
-    )
+    of_cache = {"kv": P(None, None, "ep"), "counts": P("ep")}
+    specs = (P(), P(None, "ep"), of_cache, P("ep"), P("ep"), P("ep"), P())
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(P("ep"), of_cache), check_vma=False)
+    traced = jax.jit(mapped, donate_argnums=2)
     names = {"job": (), "job, placed": ("placement",), "job, masked": ("active", "placement")}
     given = [
         jax.tree.map(lambda a: jax.device_put(a, NamedSharding(mesh, P())), {n: options[n] for n in of})
         for of in names.values()
     ]
-    cache = spread(serve.empty_cache(serve.ROWS))
-    lowered = [traced.lower(dense, experts, cache, *tokens, chosen) for chosen in given]
+    lowered = [traced.lower(dense, experts, new_cache(), *tokens, chosen) for chosen in given]
     with concurrent.futures.ThreadPoolExecutor() as pool:
         programs = list(pool.map(lambda one: one.compile(), lowered))
     for name, run, chosen in zip(names, programs, given, strict=True):
@@ -211,7 +213,7 @@ def in_a_job(size: str, rank: int, ranks: int, port: str, host: bool) -> dict[st
             return cache
 
         steps[name] = one
-    return times_of(steps, {name: spread(serve.empty_cache(serve.ROWS)) for name in steps})
+    return times_of(steps, {name: new_cache() for name in steps})
 
 
 def rank_main(given: argparse.Namespace) -> None:

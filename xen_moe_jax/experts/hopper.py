@@ -27,7 +27,7 @@ from xen_moe_jax._async_primitives import order
 from xen_moe_jax._jax_internals import varying_axes
 from xen_moe_jax._mesh import vary, vary_alike
 from xen_moe_jax._overlap import in_overlap, overlap_work
-from xen_moe_jax.experts.lent import Lent, by_slots, contracted
+from xen_moe_jax.experts.lent import Lent, by_slots, contracted, one_at_once
 from xen_moe_jax.pallas_kernels.hopper import gather
 from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
@@ -372,6 +372,7 @@ def _by_rows(chosen: Plan, cotangents: list[Any], weights: Sequence[Any], group_
         also = more[0] if more else None
         return [rows_by_weights(*first, sizes, also, into=into, transposed=True, tiles=chosen.rows)]
 
+    weights = weights if len(weights) == 1 else one_at_once(list(weights))
     return vary(by_slots(kernel, cotangents, weights, None, group_sizes)[0], varying_axes(cotangents[0]))
 
 

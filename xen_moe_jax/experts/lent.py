@@ -33,9 +33,10 @@ from xen_moe_jax.backends.cuda.call import apart
 from xen_moe_jax.pallas_kernels.hopper.rows import Into
 
 AT_ONCE = 2
-"""Experts that a rank borrows in one round. Only a pass without gradients whose combine weights the rows
-(`combined._run`) borrows one expert in a round (`one_at_once`): with two it would take 1.20 times the memory of uniform
-routing instead of 1.10. With gradients, two in a round take as much memory as one, and a layer is 8 % faster
+"""Experts that a rank borrows in one round. Two products borrow one (`one_at_once`), because they hold most memory: all
+of a pass without gradients whose combine weights the rows (`combined._run`), which would take 1.20 times the memory of
+uniform routing instead of 1.10, and the gradient of rows by two projections (`hopper._by_rows`), with which a backward
+pass would take 1.16 times that memory instead of 1.13. Elsewhere two in a round are faster and take no more memory
 (docs/lab/layers.md)."""
 
 
@@ -231,9 +232,13 @@ def weights_of(
     return {name: of_slots(weight) for name, weight in weights.items()}
 
 
-def one_at_once(weights: dict[str, Any]) -> dict[str, Any]:
-    """Returns the weights by name, in which each `Lent` lends one expert in a round."""
-    return {name: dataclasses.replace(w, at_once=1) if isinstance(w, Lent) else w for name, w in weights.items()}
+def one_at_once(weights: Any) -> Any:
+    """Returns a dictionary or list of weights, in which each `Lent` lends one expert in a round."""
+
+    def one(weight: Any) -> Any:
+        return dataclasses.replace(weight, at_once=1) if isinstance(weight, Lent) else weight
+
+    return jax.tree.map(one, weights, is_leaf=lambda weight: isinstance(weight, Lent))
 
 
 def by_slots(
