@@ -22,8 +22,7 @@ int RingBytes() {
 template <class Y, WireType kWire, bool kGeneral>
 int LaunchCombineKernel(const CombineParams& p, cudaStream_t stream) {
   if (Unfit(p) || p.routing.ranks > kRanks || kRings != (p.staging.ring_tokens > 0)) return cudaErrorInvalidValue;
-  CombineKernel<Y, kWire, kGeneral><<<p.schedule.blocks, kThreads, RingBytes<Y, kGeneral>(), stream>>>(p);
-  return cudaGetLastError();
+  return LaunchEarly(CombineKernel<Y, kWire, kGeneral>, p.schedule.blocks, RingBytes<Y, kGeneral>(), stream, p);
 }
 template <class Y, WireType kWire>
 int LaunchWire(const CombineParams& p, cudaStream_t stream) {

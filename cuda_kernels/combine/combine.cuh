@@ -469,6 +469,7 @@ __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_consta
   extern __shared__ __align__(128) char rings[];
   char* ring = rings + threadIdx.x / 32 * RowStream<Y, kSteps>::kRingBytes;
   InitSignalBox(shared.signals);
+  AwaitKernelBefore();
   BeginOperation(shared.run, p.call, Operation::kCombine, p.routing.ranks, p.routing.rank);
   if (!shared.run.refused) {
     const uint32_t epoch = shared.run.epoch;

@@ -4,7 +4,7 @@
 
 #include "cuda_kernels/core/alone.h"
 #include "cuda_kernels/core/params.h"
-#include "cuda_kernels/dispatch/layout_plan.h"
+#include "cuda_kernels/dispatch/numbers_plan.h"
 #include "cuda_kernels/low_latency/ll128_plan.h"
 #include "cuda_kernels/node/rail_memory.h"
 
@@ -96,7 +96,7 @@ Staging PlanStaging(const Routing& r, const Schedule& s, Element element, WireTy
   m.row_bytes = m.scale_offset + (scaled || wire != WireType::kNative ? AlignUp(ScaleBytes(r.hidden), 16) : 0);
   m.topk_idx = 0;
   m.topk_weights = AlignUp(pairs * r.top_k * 4, 128);
-  m.rows = AlignUp(m.topk_weights + pairs * r.top_k * 4, 128);
+  m.rows = AlignUp(NumberedCounts(r, m) + NumberedCountBytes(r, s), 128);
   m.ring_tokens = PlanRing(r, s, m.row_bytes, limits);
   uint64_t row_bytes = pairs * m.row_bytes;
   if (m.ring_tokens > 0) {

@@ -43,9 +43,9 @@ __device__ __forceinline__ Resolved ResolvePair(const DispatchParams& p, const L
       if (out.position >= r.capacity) out.position = -2;
     } else {
       const int64_t entry = static_cast<int64_t>(out.token) * r.top_k + slot;
-      const int expert = OfSource(p.topk_idx, data, p.staging.topk_idx, r, out.source)[entry];
+      const int routed = RoutingOf(p, scratch, data, out.source)[entry];  // an expert or a word
       const float weight = OfSource(p.topk_weights, data, p.staging.topk_weights, r, out.source)[entry];
-      out.position = PositionOf(p, scratch, starts, out.source, out.token, slot, expert);
+      out.position = PlaceOf(p, scratch, starts, out.source, out.token, slot, routed);
       p.positions[at] = out.position;
       if (out.position >= 0) p.weights[out.position] = weight;
     }
@@ -141,7 +141,9 @@ __device__ __forceinline__ bool PlaceGroups(BulkCodec*, const DispatchParams& p,
   const int row_bytes = static_cast<int>(BulkCodec::Vectors(p, r.hidden) * sizeof(int4));
   Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kPlace)], groups,
                 groups <= static_cast<int>(gridDim.x) * kWarps);
+  bool routed = !HasBases(scratch);
   for (int group = claims.First(); group < groups; group = claims.Next()) {
+    if (!routed && (group + 1) * kBulkRows > r.tokens && !(routed = AwaitWords(p, shared, epoch))) return true;
     const int pair = group * kBulkRows + lane / kGroupSlots;
     const Resolved found = ResolvePair(p, scratch, starts, data, min(pair, pairs - 1), pair < pairs);
     const bool moves = Holds(shared.run.active, found.source);

@@ -3,12 +3,13 @@
 // What moves: row t of x goes once to every other rank that owns one of its experts, into that rank's staging row [this
 // rank][t]; from there that rank copies it to its rows of the output. Own rows go straight from x to the output. Who
 // does it: the last `layout_blocks` blocks send the routing metadata; the first `push_blocks` blocks push rows and
-// raise a flag per (source, token, part). Meanwhile the other blocks count rows and compute positions, and blocks that
-// have finished pushing join them. Then every block places rows, own rows first, each as soon as its flag is up. Who
-// waits for whom: pushing and sending wait for no rank (in large groups with many tokens, rows go through rings:
-// rounds.cuh). Counting waits for every peer's metadata, placing for this GPU's counting and for the row's flag. The
-// resident blocks do all work that other ranks wait for before they wait themselves (claims.cuh): so every wait ends,
-// with any number of resident blocks on any rank. Memory order: stores to a peer, __syncwarp or __syncthreads,
+// raise a flag per (source, token, part). Either the senders number their rows with the metadata (numbers.cuh), or the
+// other blocks count rows and compute positions meanwhile (layout.cuh), and blocks that have finished pushing join
+// them. Then every block places rows, own rows first, each as soon as its flag is up. Who waits for whom: pushing and
+// sending wait for no rank (in large groups with many tokens, rows go through rings: rounds.cuh). Counting waits for
+// every peer's metadata, placing for this GPU's counting, or for the senders' counts and words, and for the row's flag.
+// The resident blocks do all work that other ranks wait for before they wait themselves (claims.cuh): so every wait
+// ends, with any number of resident blocks on any rank. Memory order: stores to a peer, __syncwarp or __syncthreads,
 // system-scope fence, relaxed flag store; the reader's system-scope acquire of the flag makes them visible. workspace.h
 // says why two halves suffice. Top-k indices, positions and counts are checked before they become addresses, whether
 // they come from a peer or from a handle. Entries of an inactive rank are treated as unused slots: they are neither
@@ -20,7 +21,7 @@
 #include "cuda_kernels/core/rounds.cuh"
 #include "cuda_kernels/core/row_codec.cuh"
 #include "cuda_kernels/core/signal.cuh"
-#include "cuda_kernels/dispatch/layout.cuh"
+#include "cuda_kernels/dispatch/numbers.cuh"
 
 namespace xen_moe::XEN_MOE_VARIANT {
 
@@ -51,10 +52,14 @@ __device__ __forceinline__ void PushRow(const DispatchParams& p, const DispatchS
   signaller.Raise(ranks, RowFlagIndex(p, r.rank, token, part));
 }
 
+// Returns whether the senders number the rows of this dispatch. Large groups do not.
+__device__ __forceinline__ bool SendersNumber(const DispatchParams& p) {
+  return !kLargeGroups && !p.known_positions && xen_moe::SendersNumber(p.routing, p.schedule);
+}
+
 // Sends slice `slice` of this rank's topk_idx and topk_weights to every peer, and writes its share of the clean
 // indices.
-__device__ __forceinline__ void SendMetadata(const DispatchParams& p, const DispatchShared& shared, uint32_t epoch,
-                                             int slice) {
+__device__ __forceinline__ void SendRouting(const DispatchParams& p, const DispatchShared& shared, int slice) {
   const Routing& r = p.routing;
   const int words = r.tokens * r.top_k, slices = p.schedule.layout_blocks;
   for (int64_t i = slice * kThreads + static_cast<int>(threadIdx.x); i < words; i += slices * kThreads) {
@@ -71,10 +76,22 @@ __device__ __forceinline__ void SendMetadata(const DispatchParams& p, const Disp
       reinterpret_cast<float*>(data + p.staging.topk_weights)[at] = weight;
     }
   }
+}
+
+// Sends slice `slice` of the metadata. All threads of the block call it.
+__device__ __forceinline__ void SendMetadata(const DispatchParams& p, const DispatchShared& shared, int* dynamic,
+                                             uint32_t epoch, int slice) {
+  const Routing& r = p.routing;
+  const bool number = SendersNumber(p);
+  if (number) {
+    SendNumbers(p, shared.run, dynamic, slice);
+  } else {
+    SendRouting(p, shared, slice);
+  }
   __syncthreads();
   if (threadIdx.x >= 32) return;
   ForEachOwnRank(threadIdx.x, r.ranks, [&](int rank) {
-    if (!Holds(shared.run.meets, rank) || rank == r.rank) return;
+    if (!Holds(shared.run.meets, rank) || (rank == r.rank && !number)) return;
     __threadfence_system();
     StoreRelaxedSystem(MetadataFlag(shared.run.half[rank], p.staging, r.rank, slice), epoch);
   });
@@ -93,18 +110,48 @@ __device__ __forceinline__ bool AwaitMetadata(const DispatchParams& p, const Dis
   return __syncthreads_and(arrived);
 }
 
+// Where senders number rows: waits for the counts of all sources, which come with a source's last slice, and for all
+// words of this rank's own. All threads of the block call it. Returns false if the group has failed.
+__device__ __forceinline__ bool AwaitCounts(const DispatchParams& p, const DispatchShared& shared, uint32_t epoch) {
+  const int ranks = p.routing.ranks, own = p.routing.rank, slices = p.schedule.layout_blocks;
+  bool arrived = true;
+  for (int i = threadIdx.x; i < ranks + slices && arrived; i += kThreads) {
+    const int source = i < ranks ? i : own;
+    if (!Holds(shared.run.meets, source)) continue;
+    const uint32_t* flag = MetadataFlag(shared.run.half[own], p.staging, source, i < ranks ? slices - 1 : i - ranks);
+    arrived = WaitFlag(flag, shared.run, epoch, source == own ? Step::kLocalBlocks : Step::kMetadata, source);
+  }
+  return __syncthreads_and(arrived);
+}
+// Where senders number rows: waits for the words of all other ranks. All lanes of a warp call it. Returns false if the
+// group has failed.
+__device__ __forceinline__ bool AwaitWords(const DispatchParams& p, const DispatchShared& shared, uint32_t epoch) {
+  const Routing& r = p.routing;
+  const int slices = p.schedule.layout_blocks;
+  bool arrived = true;
+  for (int i = threadIdx.x & 31; i < r.ranks * slices && arrived; i += 32) {
+    const int source = i / slices;
+    if (source == r.rank || !Holds(shared.run.meets, source)) continue;
+    const uint32_t* flag = MetadataFlag(shared.run.half[r.rank], p.staging, source, i % slices);
+    arrived = WaitFlag(flag, shared.run, epoch, Step::kMetadata, source);
+  }
+  arrived = __all_sync(0xFFFFFFFFu, arrived);
+  __syncwarp();  // all lanes may read what one lane has acquired
+  return arrived;
+}
+
 // Does the work that the peers wait for. Slices of the metadata are shares of the last blocks. The first blocks push
 // rows: they claim them one by one, and the signalling warp raises the flags; if there is at most one row per warp,
 // rows are shares too. In an operation that goes through rings, the rows of the first rounds are always claimed,
 // because nothing may be stored twice.
 template <class Codec>
-__device__ __forceinline__ void Send(const DispatchParams& p, DispatchShared& shared, uint32_t epoch) {
+__device__ __forceinline__ void Send(const DispatchParams& p, DispatchShared& shared, int* dynamic, uint32_t epoch) {
   const Schedule& s = p.schedule;
   Control* const control = shared.run.control;
   const int block = static_cast<int>(blockIdx.x), warp = static_cast<int>(threadIdx.x / 32);
   const int slices = p.known_positions ? 0 : s.layout_blocks, slice = block - (s.blocks - slices);
   const bool once = p.call.active != nullptr;
-  if (slice >= 0 && StartShare(control, slice, epoch, once)) SendMetadata(p, shared, epoch, slice);
+  if (slice >= 0 && StartShare(control, slice, epoch, once)) SendMetadata(p, shared, dynamic, epoch, slice);
   if (block >= s.push_blocks) return;
   const int items = p.routing.ranks > 1 ? TokensAhead(p.routing, p.staging) * s.parts : 0;
   const bool few = !kRings && items <= s.push_blocks * kWarps;
@@ -127,7 +174,7 @@ __device__ __forceinline__ void Send(const DispatchParams& p, DispatchShared& sh
     const int share = AdoptShare(control, slices + (few ? s.push_blocks : 0), epoch, &next);
     if (share < 0) return;
     if (share < slices) {
-      SendMetadata(p, shared, epoch, share);
+      SendMetadata(p, shared, dynamic, epoch, share);
     } else {
       item = share - slices + warp * s.push_blocks;
     }
@@ -150,18 +197,22 @@ __device__ __forceinline__ int ResolveRows(const DispatchParams& p, const Layout
   const Routing& r = p.routing;
   const int lane = threadIdx.x & 31;
   const int64_t pair = static_cast<int64_t>(source) * r.tokens + token;
-  const int* topk = OfSource(p.topk_idx, data, p.staging.topk_idx, r, source) + static_cast<int64_t>(token) * r.top_k;
+  const int* topk = RoutingOf(p, scratch, data, source) + static_cast<int64_t>(token) * r.top_k;
   int count = 0;
   bool belongs = false;
   for (int base = 0; base < r.slots; base += 32) {
     const int slot = base + lane;
     int position = -1;
+    float weight = 0.0f;  // loaded together with the routing
     if (slot < r.slots) {
       if (p.known_positions) {
         position = p.positions[pair * r.slots + slot];
         if (position >= r.capacity) position = -2;
       } else {
-        position = PositionOf(p, scratch, starts, source, token, slot, topk[slot]);
+        if (write && r.layout != Layout::kRanked) {
+          weight = OfSource(p.topk_weights, data, p.staging.topk_weights, r, source)[token * r.top_k + slot];
+        }
+        position = PlaceOf(p, scratch, starts, source, token, slot, topk[slot]);
         if (write) p.positions[pair * r.slots + slot] = position;
       }
     }
@@ -169,10 +220,7 @@ __device__ __forceinline__ int ResolveRows(const DispatchParams& p, const Layout
     if (position >= 0) list[count + __popc(placed & ((1u << lane) - 1))] = position;
     count += __popc(placed);
     belongs |= __any_sync(0xFFFFFFFFu, position != -1);
-    if (position >= 0 && write && !p.known_positions && r.layout != Layout::kRanked) {
-      const float* weights = OfSource(p.topk_weights, data, p.staging.topk_weights, r, source);
-      p.weights[position] = weights[static_cast<int64_t>(token) * r.top_k + slot];
-    }
+    if (position >= 0 && write && !p.known_positions && r.layout != Layout::kRanked) p.weights[position] = weight;
   }
   __syncwarp();
   if (count > 0 && write && !p.known_positions && r.layout == Layout::kRanked) {
@@ -207,10 +255,14 @@ __device__ __forceinline__ void PlaceRows(const DispatchParams& p, DispatchShare
   const int items = r.ranks * own_items;
   Items claims(&shared.run.control->claimed[static_cast<int>(Work::kPlace)], items,
                items <= static_cast<int>(gridDim.x) * kWarps, taking...);
+  bool routed = !HasBases(scratch);  // the other ranks' routing has arrived
   for (int item = claims.First(); item < items; item = claims.Next()) {
     int source = r.rank, token = item / p.schedule.parts;
     const int part = item % p.schedule.parts;
-    if (item >= own_items) Order::Pair(r, token - r.tokens, &source, &token);
+    if (item >= own_items) {
+      if (!routed && !(routed = AwaitWords(p, shared, epoch))) return;
+      Order::Pair(r, token - r.tokens, &source, &token);
+    }
     __syncwarp();
     const Rows rows{list, ResolveRows(p, scratch, starts, data, source, token, part == 0, list)};
     if (rows.count < (source == r.rank ? 1 : 0)) continue;
@@ -304,7 +356,8 @@ __device__ __forceinline__ void ClearUnusedRows(const DispatchParams& p, const L
   }
 }
 
-// Computes positions: all blocks together or, for a small batch, every block for itself in shared memory. Returns
+// Computes positions: from the senders' numbers; or all blocks together; or, for a small batch, every block for itself
+// in shared memory. Returns
 // `scratch`, with the groups' starts in `*starts`. `await()` waits for the metadata of all sources. Returns false if
 // the group has failed.
 template <class Await>
@@ -314,6 +367,11 @@ __device__ __forceinline__ bool ComputePositions(const DispatchParams& p, const 
   *starts = dynamic;
   if (p.known_positions) {
     if (r.alignment > 1) ComputeStarts(p, scratch, *starts);
+    return true;
+  }
+  if (SendersNumber(p)) {
+    if (!AwaitCounts(p, shared, shared.run.epoch)) return false;
+    ComputeBases(p, shared.run, dynamic, scratch, starts, blockIdx.x == 0);
     return true;
   }
   if (p.schedule.solo_layout) {
@@ -360,11 +418,12 @@ __global__ void __launch_bounds__(kThreads, 1) DispatchKernel(const __grid_const
   extern __shared__ __align__(128) int dynamic[];
   InitSignalBox(shared.signals);
   BeginRows(static_cast<Codec*>(nullptr));
+  AwaitKernelBefore();
   BeginOperation(shared.run, p.call, p.known_positions ? Operation::kRedispatch : Operation::kDispatch, p.routing.ranks,
                  p.routing.rank);
   if (!shared.run.refused) {
     const uint32_t epoch = shared.run.epoch;
-    Send<Codec>(p, shared, epoch);
+    Send<Codec>(p, shared, dynamic, epoch);
     int* starts;
     LayoutScratch scratch = MakeScratch(shared.run.scratch, p.routing, p.schedule);
     if (ComputePositions(p, shared, dynamic, scratch, &starts, [&] { return AwaitMetadata(p, shared, epoch); })) {
@@ -385,8 +444,7 @@ __global__ void __launch_bounds__(kThreads, 1) DispatchKernel(const __grid_const
 template <class Codec>
 int LaunchWith(const DispatchParams& p, cudaStream_t stream, int shared_bytes = kLayoutSharedBytes) {
   if (Unfit(p) || p.routing.ranks > kRanks || kRings != (p.staging.ring_tokens > 0)) return cudaErrorInvalidValue;
-  DispatchKernel<Codec><<<p.schedule.blocks, kThreads, shared_bytes, stream>>>(p);
-  return cudaGetLastError();
+  return LaunchEarly(DispatchKernel<Codec>, p.schedule.blocks, shared_bytes, stream, p);
 }
 template <class Codec>
 int Preload() {

@@ -287,10 +287,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     const bool first = ForwardsFirst(p.schedule), forwards = first || ForwardsLast(p.schedule);
     const bool late = first && p.routing.tokens * p.schedule.parts > p.schedule.push_blocks * kWarps;
     SendChunks<Codec>(p, shared, rail, message);
-    if (!late) Send<Codec>(p, shared, shared.run.epoch);
+    if (!late) Send<Codec>(p, shared, dynamic, shared.run.epoch);
     ForwardLeads(p, shared, rail, message);
     if (forwards) ForwardChunks(p, shared, rail, message);
-    if (late) Send<Codec>(p, shared, shared.run.epoch);
+    if (late) Send<Codec>(p, shared, dynamic, shared.run.epoch);
     int* starts;
     LayoutScratch scratch = MakeScratch(shared.run.scratch, p.routing, p.schedule);
     auto await = [&] {  // the routing of all ranks

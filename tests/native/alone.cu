@@ -1,8 +1,10 @@
-// Operations of the only rank of a group that have kernels of their own (cuda_kernels/core/alone.h): dispatches of
-// tokens' numbers, and combines. Random calls give the right results, and in a group that has failed poisoned ones.
+// Dispatches in which a block counts all slots of its rank for itself. Those of the only rank of a group, whose kernels
+// combines have, too (cuda_kernels/core/alone.h): random calls give the right results, and in a group that has failed
+// poisoned ones. And those of several ranks, whose senders number their rows (dispatch/numbers.cuh).
 #include <random>
 #include <string>
 
+#include "cuda_kernels/dispatch/numbers_plan.h"
 #include "tests/native/expectations.h"
 
 namespace native {
@@ -38,6 +40,36 @@ std::string Alone(const Options& o) {
   for (const auto& ranks : pool) ranks[0]->LaunchAndVerify(world.states[0].stream[0], true);
   world.Synchronize();
   ExpectRight(world, "results of a failed group");
+  return Text("%zu problems, %lld calls", pool.size(), static_cast<long long>(calls));
+}
+
+// Shares of no slot, of a few, and of more than a block numbers at once; experts that are no multiple of the ranks;
+// inactive ranks; rows that are dropped.
+std::string Numbers(const Options& o) {
+  World world(o.ranks, o.gpus);
+  std::mt19937 rng(o.seed);
+  std::vector<std::vector<Prepared*>> pool;
+  for (int kind = 0; kind < 24; ++kind) {
+    Problem p;
+    p.seed = static_cast<uint32_t>(rng()), p.ranks = o.ranks, p.top_k = 1 + static_cast<int>(rng() % 12);
+    p.tokens = 1 + static_cast<int>(rng() % (kind % 3 ? 60 : 2600 / p.top_k)), p.hidden = 8;
+    p.experts = 1 + static_cast<int>(rng() % (kind % 4 ? 30 : 300)), p.weighted = true;
+    p.layout = kind % 5 == 2 ? Layout::kPadded : Layout::kGrouped, p.alignment = kind % 5 == 3 ? 16 : 1;
+    p.blocks = 1 + static_cast<int>(rng() % std::min(24, MostBlocks(o)));
+    p.push_blocks = 1 + static_cast<int>(rng() % p.blocks), p.slices = kind % 3 ? p.blocks : 1 + p.blocks / 8;
+    p.bulk = kind % 2, p.segment_tokens = 7;
+    const int rows = p.ranks * p.tokens * std::min(p.top_k, p.local_experts()) + 15 * p.local_experts();
+    p.capacity = p.layout == Layout::kPadded ? p.local_experts() * p.ranks * p.tokens : kind % 7 ? rows : rows / 4 + 1;
+    if (kind % 8 == 5) p.members.reset(rng() % o.ranks);
+    pool.push_back(world.AddAll(p, 20 * o.patience));
+    const xen_moe::DispatchParams& made = pool.back()[0]->dispatch;
+    Expect(SendersNumber(made.routing, made.schedule), Text("the senders of problem %d number no rows", kind));
+  }
+  const int64_t calls = std::min<int64_t>(o.calls, 20000);
+  world.Start(Largest(pool));
+  RunRandom(world, pool, o, calls, true);
+  ExpectNoFailure(world);
+  ExpectRight(world, "some of the calls");
   return Text("%zu problems, %lld calls", pool.size(), static_cast<long long>(calls));
 }
 

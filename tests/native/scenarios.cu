@@ -659,7 +659,7 @@ const std::vector<Scenario>& Scenarios() {
       {"wide", Wide, 60},       {"leaver", Leaver, 60},
       {"rings", Rings, 60},     {"random", Random, 60},
       {"unmet", Unmet, 60},     {"balance", Balance, 60},
-      {"alone", Alone, 60},
+      {"alone", Alone, 60},     {"numbers", Numbers, 60},
   };
   return all;
 }

@@ -22,8 +22,9 @@ struct Scenario {
 
 const std::vector<Scenario>& Scenarios();
 
-// The only rank of a group: alone.cu.
+// Blocks that count all slots: alone.cu.
 std::string Alone(const Options& options);
+std::string Numbers(const Options& options);
 // Combines by home and moved weights: balance.cu.
 std::string Balance(const Options& options);
 // Inactive ranks: members.cu.

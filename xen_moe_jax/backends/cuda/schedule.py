@@ -17,6 +17,8 @@ from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.cuda import module
 
 DEFAULT_SMS = 64
+TWO_RANKS_SMS = 96
+"""SMs of a large batch on two ranks, where half of all rows never cross the link (docs/lab/layers.md, "Two ranks")."""
 QUANTIZING_SMS = 96
 """SMs of an operation that quantizes a large batch: arithmetic, not the link, limits it."""
 ASYNC_SMS = 24
@@ -156,6 +158,12 @@ def blocks(config: KernelConfig, sms: int, default: int = DEFAULT_SMS) -> int:
     return min(config.num_sms, sms) if config.num_sms else max(1, min(default, sms - SPARE_SMS))
 
 
+def _default(spec: Spec, *, quantizes: bool) -> int:
+    if quantizes:
+        return QUANTIZING_SMS
+    return TWO_RANKS_SMS if spec.num_ranks == 2 and spec.num_tokens > SMALL_TOKENS else DEFAULT_SMS
+
+
 def for_async(config: KernelConfig, *, low_latency: bool = False) -> KernelConfig:
     """Returns the configuration of an asynchronous operation. `low_latency`: the low-latency kernels run it."""
     if config.num_sms:
@@ -211,11 +219,11 @@ def dispatch(
     if low_latency:
         return _low_latency(spec, config, sms, combine=False)
     small = spec.num_tokens <= SMALL_TOKENS
-    count = blocks(config, sms, QUANTIZING_SMS if wire and not small else DEFAULT_SMS)
+    count = blocks(config, sms, _default(spec, quantizes=wire is not None and not small))
     if small:
         push = count // 2
     elif count >= 48:
-        push = min(48 if wire.is_mxfp4 else 24, count * 3 // 8) if wire else 12
+        push = min(48 if wire.is_mxfp4 else 24, count * 3 // 8) if wire else max(12, count // 6)
     else:
         push = min(8, count // 2)
     push = _within(push, count)
@@ -244,11 +252,11 @@ def combine(
     if low_latency:
         return _low_latency(spec, config, sms, combine=True)
     quantizes = wire is not None and spec.num_tokens > SMALL_TOKENS
-    count = blocks(config, sms, QUANTIZING_SMS if quantizes else DEFAULT_SMS)
+    count = blocks(config, sms, _default(spec, quantizes=quantizes))
     items = (spec.num_ranks - 1) * spec.num_tokens or spec.num_tokens
     small = items <= 4 * count * module.compiled().warps
     usual = max(count * 3 // 8, min(16, count * 5 // 8))
-    push = count // 2 if small else usual
+    push = count // 2 if small or spec.num_ranks == 2 else usual
     if quantizes:
         push = max(push, count // 2)
     push = _within(push, count)
