@@ -18,7 +18,7 @@ from xen_moe_jax.backends.cuda import module
 
 DEFAULT_SMS = 64
 TWO_RANKS_SMS = 96
-"""SMs of a large batch on two ranks, where half of all rows never cross the link (docs/lab/layers.md, "Two ranks")."""
+"""SMs of a large dispatch on two ranks, where half of all rows never cross the link (docs/lab/layers.md)."""
 QUANTIZING_SMS = 96
 """SMs of an operation that quantizes a large batch: arithmetic, not the link, limits it."""
 ASYNC_SMS = 24
@@ -158,12 +158,6 @@ def blocks(config: KernelConfig, sms: int, default: int = DEFAULT_SMS) -> int:
     return min(config.num_sms, sms) if config.num_sms else max(1, min(default, sms - SPARE_SMS))
 
 
-def _default(spec: Spec, *, quantizes: bool) -> int:
-    if quantizes:
-        return QUANTIZING_SMS
-    return TWO_RANKS_SMS if spec.num_ranks == 2 and spec.num_tokens > SMALL_TOKENS else DEFAULT_SMS
-
-
 def for_async(config: KernelConfig, *, low_latency: bool = False) -> KernelConfig:
     """Returns the configuration of an asynchronous operation. `low_latency`: the low-latency kernels run it."""
     if config.num_sms:
@@ -209,8 +203,8 @@ def _solo_segment(spec: Spec) -> int | None:
 def dispatch(
     spec: Spec, hidden: int, config: KernelConfig, sms: int, *, wire: Wire | None = None, low_latency: bool = False
 ) -> Schedule:
-    """Schedules a dispatch. A few blocks that push saturate the link (8 reach 98% of it on an H200); the remaining
-    blocks place rows. On a quantized wire more blocks push, because they quantize; on MXFP4 more than on fp8, because
+    """Schedules a dispatch. A few blocks that push saturate the link, more where rows are short (19 of 96 on two ranks);
+    the remaining blocks place rows. On a quantized wire more blocks push, because they quantize; on MXFP4 more than on fp8, because
     its rows take half as long on the link.
 
     `hidden`: elements of a row; `sms`: SMs of the GPU; `wire`: the format in which rows travel, None for their own
@@ -219,11 +213,12 @@ def dispatch(
     if low_latency:
         return _low_latency(spec, config, sms, combine=False)
     small = spec.num_tokens <= SMALL_TOKENS
-    count = blocks(config, sms, _default(spec, quantizes=wire is not None and not small))
+    large = QUANTIZING_SMS if wire else TWO_RANKS_SMS if spec.num_ranks == 2 else DEFAULT_SMS
+    count = blocks(config, sms, DEFAULT_SMS if small else large)
     if small:
         push = count // 2
     elif count >= 48:
-        push = min(48 if wire.is_mxfp4 else 24, count * 3 // 8) if wire else max(12, count // 6)
+        push = min(48 if wire.is_mxfp4 else 24, count * 3 // 8) if wire else max(12, count // 5)
     else:
         push = min(8, count // 2)
     push = _within(push, count)
@@ -244,15 +239,15 @@ def combine(
     spec: Spec, hidden: int, config: KernelConfig, sms: int, *, wire: Wire | None = None, low_latency: bool = False
 ) -> Schedule:
     """Schedules a combine. With 4 ranks, the blocks that reduce and push read three quarters of the rows, and the
-    blocks that sum read the arrived rows and the own quarter. Half of the blocks push where a large batch is on a
-    quantized wire, because they quantize.
+    blocks that sum read the arrived rows and the own quarter. Half of the blocks push on two ranks, where they read
+    half of the rows, and where a large batch is on a quantized wire, because they quantize.
 
     The arguments are those of `dispatch`.
     """
     if low_latency:
         return _low_latency(spec, config, sms, combine=True)
     quantizes = wire is not None and spec.num_tokens > SMALL_TOKENS
-    count = blocks(config, sms, _default(spec, quantizes=quantizes))
+    count = blocks(config, sms, QUANTIZING_SMS if quantizes else DEFAULT_SMS)
     items = (spec.num_ranks - 1) * spec.num_tokens or spec.num_tokens
     small = items <= 4 * count * module.compiled().warps
     usual = max(count * 3 // 8, min(16, count * 5 // 8))
