@@ -4,7 +4,8 @@
 //   target=-gencode=arch=compute_90a,code=sm_90a
 //   tools/build_kernels.sh build/k $target && nvcc -std=c++17 -O3 $target -I. benchmarks/ops/kernel_times.cu
 //   build/k/*.o -o kernel_times
-//   ./kernel_times OUT.json
+//   ./kernel_times OUT.json [HIDDEN EXPERTS TOP_K]
+// With a shape: large batches of it alone, by two schedules each.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -20,7 +21,8 @@
 
 using namespace xen_moe;
 
-constexpr int kHidden = 7168, kExperts = 256, kTopK = 8, kMostTokens = 4096;
+constexpr int kMostTokens = 4096;
+static int hidden = 7168, experts = 256, top_k = 8;
 constexpr uint64_t kFlags = 192ull << 20, kHalf = 768ull << 20, kScratch = 64ull << 20;
 
 struct Rank {
@@ -44,12 +46,14 @@ struct Setting {
 };
 
 int main(int argc, char** argv) {
-  if (argc != 2) return std::printf("usage: %s OUT.json\n", argv[0]), 2;
+  if (argc != 2 && argc != 5) return std::printf("usage: %s OUT.json [HIDDEN EXPERTS TOP_K]\n", argv[0]), 2;
+  const bool shape = argc == 5;
+  if (shape) hidden = std::atoi(argv[2]), experts = std::atoi(argv[3]), top_k = std::atoi(argv[4]);
   int ranks = 0;
   CHECK(cudaGetDeviceCount(&ranks));
   std::vector<Rank> all(ranks);
   std::mt19937 rng(1);
-  const int most_rows = ranks * kMostTokens * kTopK;
+  const int most_rows = ranks * kMostTokens * top_k;
   for (int i = 0; i < ranks; ++i) {
     CHECK(cudaSetDevice(i));
     ReachPeers(i, ranks);
@@ -57,28 +61,28 @@ int main(int argc, char** argv) {
     Rank& k = all[i];
     k.control = Device<Control>(1), k.mailbox = Device<Mailbox>(1);
     k.staging = Device<char>(2 * kHalf), k.scratch = Device<char>(kScratch);
-    k.x = Device<char>(size_t{2} * kMostTokens * kHidden), k.out = Device<char>(size_t{2} * kMostTokens * kHidden);
-    k.rows = Device<char>(size_t{2} * most_rows * kHidden);
+    k.x = Device<char>(size_t{2} * kMostTokens * hidden), k.out = Device<char>(size_t{2} * kMostTokens * hidden);
+    k.rows = Device<char>(size_t{2} * most_rows * hidden);
     k.scales = Device<float>(kMostTokens * 56), k.row_scales = Device<float>(size_t{56} * most_rows);
-    k.weights = Device<float>(kMostTokens * kTopK), k.row_weights = Device<float>(most_rows);
-    k.idx = Device<int>(kMostTokens * kTopK), k.positions = Device<int>(most_rows), k.counts = Device<int>(kExperts);
+    k.weights = Device<float>(kMostTokens * top_k), k.row_weights = Device<float>(most_rows);
+    k.idx = Device<int>(kMostTokens * top_k), k.positions = Device<int>(most_rows), k.counts = Device<int>(experts);
     CHECK(cudaHostAlloc(&k.error, sizeof(ErrorRecord), cudaHostAllocMapped | cudaHostAllocPortable));
     *k.error = ErrorRecord{};
     std::vector<int> idx;
     std::vector<float> weights;
     for (int t = 0; t < kMostTokens; ++t) {
-      std::vector<int> e(kExperts);
-      for (int n = 0; n < kExperts; ++n) e[n] = n;
-      for (int n = 0; n < kTopK; ++n) {
-        std::swap(e[n], e[n + rng() % (kExperts - n)]);
+      std::vector<int> e(experts);
+      for (int n = 0; n < experts; ++n) e[n] = n;
+      for (int n = 0; n < top_k; ++n) {
+        std::swap(e[n], e[n + rng() % (experts - n)]);
         idx.push_back(e[n]);
         weights.push_back(static_cast<float>(rng() % 1000) / 1000.0f);
       }
     }
     CHECK(cudaMemcpy(k.idx, idx.data(), idx.size() * 4, cudaMemcpyDefault));
     CHECK(cudaMemcpy(k.weights, weights.data(), weights.size() * 4, cudaMemcpyDefault));
-    FillRandom<<<1024, 256>>>(reinterpret_cast<uint16_t*>(k.x), size_t{1} * kMostTokens * kHidden);
-    FillRandom<<<1024, 256>>>(reinterpret_cast<uint16_t*>(k.rows), size_t{1} * most_rows * kHidden);
+    FillRandom<<<1024, 256>>>(reinterpret_cast<uint16_t*>(k.x), size_t{1} * kMostTokens * hidden);
+    FillRandom<<<1024, 256>>>(reinterpret_cast<uint16_t*>(k.rows), size_t{1} * most_rows * hidden);
     CHECK(cudaDeviceSynchronize());
     CHECK(cudaStreamCreateWithFlags(&k.stream, cudaStreamNonBlocking));
     CHECK(cudaEventCreate(&k.begin));
@@ -99,7 +103,7 @@ int main(int argc, char** argv) {
   cudaDeviceProp properties;
   CHECK(cudaGetDeviceProperties(&properties, 0));
   std::fprintf(out, "{\"device\": \"%s\", \"gpus\": %d, \"hidden\": %d, \"experts\": %d, \"top_k\": %d, \"entries\": [",
-               properties.name, ranks, kHidden, kExperts, kTopK);
+               properties.name, ranks, hidden, experts, top_k);
   bool comma = false;
 
   // Microseconds of one launch on the slowest GPU: graphs of `inner` launches, median and best of the repeats.
@@ -155,8 +159,8 @@ int main(int argc, char** argv) {
   };
   auto routing = [&](int r, int tokens) {
     Routing q{};
-    q.ranks = ranks, q.rank = r, q.tokens = tokens, q.top_k = q.slots = kTopK, q.experts = kExperts;
-    q.local_experts = kExperts / ranks, q.hidden = kHidden, q.capacity = ranks * tokens * kTopK, q.alignment = 1;
+    q.ranks = ranks, q.rank = r, q.tokens = tokens, q.top_k = q.slots = top_k, q.experts = experts;
+    q.local_experts = experts / ranks, q.hidden = hidden, q.capacity = ranks * tokens * top_k, q.alignment = 1;
     q.ranks_per_node = ranks, q.layout = Layout::kGrouped;
     return q;
   };
@@ -164,17 +168,17 @@ int main(int argc, char** argv) {
     const int tokens = q.tokens;
     Schedule s{};
     s.blocks = setting.blocks, s.push_blocks = setting.push, s.parts = setting.parts, s.low_latency = setting.low;
-    s.part_elements = (kHidden / setting.parts + 255) / 256 * 256;
+    s.part_elements = (hidden / setting.parts + 255) / 256 * 256;
     // Follows xen_moe_jax/backends/cuda/schedule.py: up to 2048 triples every block computes all positions for itself,
     // in shared memory.
     s.layout_blocks = setting.routing, s.segment_tokens = tokens;
     if (setting.low) return s;
-    s.layout_blocks = std::max(1, (tokens * kTopK + 511) / 512);
+    s.layout_blocks = std::max(1, (tokens * top_k + 511) / 512);
     s.segment_tokens = (tokens * ranks + 15) / 16;
-    s.solo_layout = ranks * tokens * kTopK <= 2048 && SoloLayoutBytes(q, s) <= SoloLayoutLimit();
+    s.solo_layout = ranks * tokens * top_k <= 2048 && SoloLayoutBytes(q, s) <= SoloLayoutLimit();
     if (!s.solo_layout) {
       const int counting = (setting.blocks - setting.push) * 16;
-      s.segment_tokens = std::max(32 / kTopK, (ranks * tokens + counting - 1) / counting);
+      s.segment_tokens = std::max(32 / top_k, (ranks * tokens + counting - 1) / counting);
       const int segments = ranks * ((tokens + s.segment_tokens - 1) / s.segment_tokens);
       s.layout_blocks = std::max(1, std::min(setting.blocks - setting.push, (segments + 15) / 16));
     }
@@ -219,7 +223,9 @@ int main(int argc, char** argv) {
     Empty<<<1, 32, 0, all[r].stream>>>(nullptr);
     return cudaGetLastError();
   });
-  for (int tokens : {128, 1, 32, 8, 64, 256, 512}) {  // schedules of both kinds of kernels are those of schedule.py
+  for (int tokens : shape ? std::vector<int>{}
+                          : std::vector<int>{128, 1, 32, 8, 64, 256,
+                                             512}) {  // schedules of both kinds of kernels are those of schedule.py
     for (const Setting& setting : {Setting{false, 64, 0, 32, parts_of(tokens, 256)}, Setting{true, 96, 4, 16, 1}}) {
       run("fp8 dispatch", tokens, setting, [&](int r) { return dispatch(r, tokens, true, setting); });
       run("bf16 dispatch", tokens, setting, [&](int r) { return dispatch(r, tokens, false, setting); });
@@ -231,6 +237,14 @@ int main(int argc, char** argv) {
   const int tokens = kMostTokens;
   const Setting few{false, 64, 0, 12, 1}, quantizing{false, 96, 0, 24, 1}, adding{false, 64, 1, 24, 1},
       halves{false, 96, 1, 48, 1};
+  if (shape) {
+    for (const Setting& setting : {few, Setting{false, 96, 0, 19, 1}})
+      run("bf16 dispatch", tokens, setting, [&](int r) { return dispatch(r, tokens, false, setting); });
+    for (const Setting& setting : {adding, Setting{false, 64, 1, 32, 1}})
+      run("combine", tokens, setting, [&](int r) { return combine(r, tokens, setting); });
+    std::fprintf(out, "\n]}\n");
+    return std::fclose(out);
+  }
   run("fp8 dispatch", tokens, few, [&](int r) { return dispatch(r, tokens, true, few); });
   run("bf16 dispatch", tokens, few, [&](int r) { return dispatch(r, tokens, false, few); });
   run("bf16, fp8 wire", tokens, quantizing,
