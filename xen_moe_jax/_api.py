@@ -158,8 +158,8 @@ def combine(
       gradient_wire: as in `dispatch`.
       active: as in `dispatch`; the default is the dispatch's own `active`.
       placement: as in `dispatch`; the default is the dispatch's own. In the ranked layout, and with a quantized `wire`,
-        rows are added on the ranks that hold them all the same, and the last bits depend on the placement. So they do,
-        with fewer bytes, for `dataclasses.replace(handle, placement=None)`.
+        rows are added on the ranks that hold them all the same, and the last bits depend on the placement. So they do
+        where `placement.sums` is "rank".
       config: tuning; never changes the result, but for the order of sums that `ranks_per_node` on a single axis says.
 
     Returns:

@@ -26,8 +26,10 @@ from xen_moe_jax._numbers import array, indices, known_array
 from xen_moe_jax._primitive import batch_done, batch_start, declare
 from xen_moe_jax._types import export_as, pytree
 
+SUMS = ("home", "rank")
 
-@pytree()
+
+@pytree(static=("sums",))
 class Placement:
     """Which expert each slot holds, and which slots hold each expert. Arrays: pass it to a program as an argument.
 
@@ -37,11 +39,16 @@ class Placement:
       experts: int32 `[R, S]`, the expert in each slot of each rank; -1 for an empty slot.
       slots: int32 `[E, R]`, the slots of each expert in ascending order, numbered `rank * S + slot`; then -1.
       num_replicas: int32 `[E]`, how many slots hold each expert; 0 for an expert that is nowhere.
+      sums: where the outputs of a token's experts are added up first. "home": each row travels by itself, and they are
+        added as the experts' homes would add them, so that the result has the bits of the result without a placement.
+        "rank": the ranks that hold the rows add them, which sends fewer bytes, and the last bits depend on the
+        placement. Static: `dataclasses.replace(placement, sums="rank")` is another program.
     """
 
     experts: Any
     slots: Any
     num_replicas: Any
+    sums: str = "home"
 
     @property
     def num_ranks(self) -> int:
@@ -111,7 +118,7 @@ class Placement:
                 "for each rank"
             )
         np_or_jnp = _arrays_of(self.experts, alive)
-        return of_experts(np_or_jnp.where(alive[:, None], self.experts, -1), self.num_experts)
+        return of_experts(np_or_jnp.where(alive[:, None], self.experts, -1), self.num_experts, self.sums)
 
     @staticmethod
     def move(
@@ -179,7 +186,7 @@ def _arrays_of(*arrays: Any) -> Any:
     return np if all(isinstance(array, np.ndarray) for array in arrays) else jnp
 
 
-def of_experts(experts: Any, num_experts: int) -> Placement:
+def of_experts(experts: Any, num_experts: int, sums: str = "home") -> Placement:
     """The placement with these `experts [R, S]`. No rank may hold an expert twice; this is not checked here."""
     xp = _arrays_of(experts)
     ranks, per_rank = experts.shape
@@ -195,7 +202,7 @@ def of_experts(experts: Any, num_experts: int) -> Placement:
     table = xp.sort(table[:num_experts], axis=1)
     found = table < nowhere
     return Placement(
-        experts.astype(xp.int32), xp.where(found, table, -1).astype(xp.int32), found.sum(axis=1, dtype=xp.int32)
+        experts.astype(xp.int32), xp.where(found, table, -1).astype(xp.int32), found.sum(axis=1, dtype=xp.int32), sums
     )
 
 

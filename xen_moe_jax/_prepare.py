@@ -197,12 +197,8 @@ def dispatch(
     if decided is not None:
         kept, dropped = decided
         given, withheld = kept, dropped if withheld is None else withheld + dropped
-    known = Known(
-        withheld,
-        checked if _active.given(checked) else None,
-        placement,
-        None if placement is None else weights,
-    )
+    home = placement if placement is not None and placement.sums == "home" else None
+    known = Known(withheld, checked if _active.given(checked) else None, home, None if home is None else weights)
     return PreparedDispatch(static, values, scales, kept, weights, given, checked, known)
 
 
@@ -239,8 +235,10 @@ def combine(
 
 def _at_home(handle: Handle, placement: Any, static: Static, caller: str) -> tuple[jax.Array, jax.Array] | None:
     """Operands that a combine needs to add rows as their homes would; None where it adds them on the ranks that hold
-    them: without a placement, and where rows were added before or are quantized on the way."""
+    them: without a placement or by one whose `sums` say so, and where rows were added before or are quantized."""
     spec = handle.spec
+    if isinstance(placement, Placement) and placement.sums == "rank":
+        return None
     if placement is None:
         placement = handle.placement
     elif handle.placement is None:

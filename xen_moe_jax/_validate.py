@@ -14,7 +14,7 @@ from xen_moe_jax._config import BACKENDS, DEFAULT_CONFIG, KernelConfig
 from xen_moe_jax._numbers import array as array
 from xen_moe_jax._numbers import as_int, entries
 from xen_moe_jax._numbers import indices as indices
-from xen_moe_jax._placement import Placement
+from xen_moe_jax._placement import SUMS, Placement
 from xen_moe_jax._quantize import QMAX, Wire, parse_wire
 from xen_moe_jax._spec import DROPS, LAYOUTS, Spec, scale_blocks
 from xen_moe_jax._types import BlockScaled, Handle
@@ -220,6 +220,8 @@ def placement(value: Any, num_experts: int, num_ranks: int, caller: str) -> None
             f"{caller}: placement is for {value.num_ranks} ranks, and axis_name has {num_ranks}: plan with "
             f"num_ranks={num_ranks}"
         )
+    if value.sums not in SUMS:
+        raise ValueError(f"{caller}: placement.sums={value.sums!r}: must be one of {', '.join(map(repr, SUMS))}")
 
 
 def balance(

@@ -340,7 +340,7 @@ def repair(placement: Placement, alive: Any, counts: Any = None) -> Placement:
             copies[held[rank, slot]] -= 1
         held[rank, slot] = expert
         copies[expert] = 1
-    return of_experts(held, size)
+    return of_experts(held, size, placement.sums)
 
 
 def _room(up: np.ndarray, ranks: int, slots: int, experts: int, caller: str, least: int = 1) -> int:

@@ -4,15 +4,16 @@
 
 The popular experts are the first ones, on the first ranks. "uniform" has random routing without skew and room for
 exactly `T * K` rows; "at home" has room for all rows; "planned" has the weights in slots of a plan of these counts,
-with one eighth more slots than experts, and room for the rows that come. "exact" lends weights, as many experts in a
-round as the library does, and "exact, N" (`--lend N`) lends N in every product. Each time is the median over rounds of
-calls that are queued at once; all programs of a pass take turns. MiB are the compiler's temporaries. Outputs of "exact"
-must have the bits of "at home".
+with one eighth more slots than experts, and room for the rows that come; "by rank" has `sums="rank"`. "exact" lends
+weights, as many experts in a round as the library does, and "exact, N" (`--lend N`) lends N in every product. Each time
+is the median over rounds of calls that are queued at once; all programs of a pass take turns. MiB are the compiler's
+temporaries. Outputs of "exact" must have the bits of "at home".
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import pathlib
@@ -29,7 +30,6 @@ from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
 from benchmarks.lib import profile, turns
-from xen_moe_jax import _prepare
 from xen_moe_jax.experts import combined, hopper, lent
 
 ROUTINGS = {"uniform": 0.0, "Zipf 1.1": 1.1, "Zipf 1.5": 1.5}
@@ -148,15 +148,8 @@ class Layer:
             if "planned" in chosen and idx is not uniform:
                 in_slots, options = self.planned(name)
                 found[f"planned, {name}"] = self.program(backward, idx, in_slots, **options)
-        return found
-
-    def by_rank(self, backward: bool, chosen: list[str]) -> dict[str, Program]:
-        """Returns the programs of a pass whose combines add rows on the ranks that hold them."""
-        with mock.patch.object(_prepare, "_at_home", lambda *_: None):
-            jax.clear_caches()
-            kept = [name for name in chosen if name in ("exact", "planned")]
-            found = {f"{name}, by rank": one for name, one in self.programs(backward, kept, []).items()}
-        jax.clear_caches()
+                options["placement"] = dataclasses.replace(options["placement"], sums="rank")
+                found[f"planned, {name}, by rank"] = self.program(backward, idx, in_slots, **options)
         return found
 
 
@@ -181,7 +174,7 @@ def measure(layer: Layer, what: str, programs: dict[str, Program], given: argpar
         if (home := f"at home, {routing}") not in calls:
             continue
         expected = jax.tree.leaves(calls[home]())[0]
-        for name in [name for name in calls if name.endswith(f": {routing}") and "by rank" not in name]:
+        for name in [name for name in calls if name.endswith(f": {routing}")]:
             if not jnp.array_equal(jax.tree.leaves(calls[name]())[0], expected):
                 raise RuntimeError(f"{what}, {name}: the output differs from that of experts at home")
     result: dict[str, Any] = {"MiB": {name: program.MiB for name, program in programs.items()}}
@@ -199,7 +192,6 @@ def main() -> None:
     for name, default in {"tokens": 4096, "hidden": 4096, "width": 1536, "experts": 64, "top_k": 8}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--lend", type=int, nargs="+", default=[], metavar="N", help="experts in a round, in addition")
-    parser.add_argument("--by-rank", action="store_true", help="also combines that do not keep the bits of home")
     parser.add_argument("--ways", nargs="+", default=["uniform", "exact", "at home", "planned"])
     parser.add_argument("--passes", nargs="+", default=PASSES, choices=PASSES)
     parser.add_argument("--rounds", type=int, default=21)
@@ -218,8 +210,6 @@ def main() -> None:
     }
     print(result, flush=True)
     passes = {what: layer.programs(what == PASSES[1], given.ways, given.lend) for what in given.passes}
-    if given.by_rank:
-        passes = {what: programs | layer.by_rank(what == PASSES[1], given.ways) for what, programs in passes.items()}
     print("lowered", flush=True)
     with futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(Program.compile, [program for programs in passes.values() for program in programs.values()]))

@@ -450,6 +450,18 @@ def test_start_and_done_have_the_same_bits():
         assert_bits(a, b, "start and done")
 
 
+def test_by_rank_rows_are_added_where_they_lie():
+    args, placement = operands(3), random_placement(3)
+    by_rank = dataclasses.replace(placement, sums="rank")
+    program = jax.jit(jax.shard_map(layer, mesh=mesh(), in_specs=(EP,) * 4 + (P(),), out_specs=EP))
+    _, expected, _ = program(*args, placement)
+    out, again, _ = program(*args, by_rank)
+    assert_bits(out, np.asarray(expected), "sums='rank' beside a handle without its placement")
+    assert_bits(again, np.asarray(expected), "the handle has no placement")
+    alive = np.arange(R) != 1
+    assert by_rank.without(alive).sums == xm.balance.repair(by_rank, alive).sums == "rank"
+
+
 @functools.cache
 def gradients(placed):
     def body(x, topk_weights, weights, idx, target, placement):

@@ -42,20 +42,23 @@ def mesh(*more):
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "sums"),
     [
-        CONFIG,
-        dataclasses.replace(DEEPSEEK, layout="padded"),
-        dataclasses.replace(GPT_OSS, num_chunks=2, remat="experts"),
-        dataclasses.replace(CONFIG, capacity_factor=float(RANKS), alignment=8, apply_weights_to="activation"),
+        (CONFIG, "home"),
+        (dataclasses.replace(CONFIG, apply_weights_to="rows"), "rank"),
+        (dataclasses.replace(DEEPSEEK, layout="padded"), "home"),
+        (dataclasses.replace(GPT_OSS, num_chunks=2, remat="experts"), "home"),
+        (dataclasses.replace(CONFIG, capacity_factor=float(RANKS), alignment=8, apply_weights_to="activation"), "home"),
     ],
-    ids=["plain", "deepseek-padded", "biases-chunks-remat", "capacity-aligned"],
+    ids=["plain", "sums-by-rank", "deepseek-padded", "biases-chunks-remat", "capacity-aligned"],
 )
-def test_values_and_gradients_are_those_without_a_placement(config):
+def test_values_and_gradients_are_those_without_a_placement(config, sums):
     moe = biased(layer(config))
     x, target = tokens(16), tokens(16, seed=5)
     y, metrics, gradients = run_with_gradients(moe, x, target, mesh())
-    placed_y, placed_metrics, placed = run_with_gradients(moe, x, target, mesh(), placement=plan(1))
+    placed_y, placed_metrics, placed = run_with_gradients(
+        moe, x, target, mesh(), placement=dataclasses.replace(plan(1), sums=sums)
+    )
     np.testing.assert_allclose(placed_y, y, rtol=1e-5, atol=1e-6)
     assert (placed_metrics.tokens_per_expert == metrics.tokens_per_expert).all()
     assert placed_metrics.num_dropped == 0
@@ -235,6 +238,7 @@ def test_weights_stay_in_their_slots_and_another_plan_is_no_other_program():
         ({}, np.zeros((RANKS, 2), int), TypeError, "placement is a ndarray"),
         ({}, xm.balance.home(E + 1, RANKS), ValueError, "placement has 9 experts, and num_experts=8"),
         ({}, xm.balance.home(E, 2), ValueError, "placement is for 2 ranks"),
+        ({}, dataclasses.replace(xm.balance.home(E, RANKS), sums="node"), ValueError, "sums='node': must be one of"),
         ({"num_slots": 12}, None, ValueError, "placement is None with MoEConfig.num_slots=12"),
         ({"num_slots": 12}, xm.balance.home(E, RANKS), ValueError, "placement has 8 slots"),
         ({"token_axes": ()}, xm.balance.home(E, RANKS), ValueError, "tokens are replicated"),

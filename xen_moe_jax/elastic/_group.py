@@ -344,7 +344,8 @@ class Group:
         assert self._base is not None
         empty = self.active() & (placement.experts < 0).all(axis=1)
         experts = np.where(empty[:, None], self._base.experts, placement.experts)
-        return balance.from_experts(experts, self._base.num_experts)
+        placed = balance.from_experts(experts, self._base.num_experts)
+        return dataclasses.replace(placed, sums=self._base.sums)
 
     # -- for operations ------------------------------------------------------------------------------------------------
 
@@ -532,4 +533,5 @@ def _checked(placement: Any, num_experts: int, num_ranks: int, caller: str) -> P
         not exist or that the rank has twice.
     """
     _validate.placement(placement, num_experts, num_ranks, caller)
-    return balance.from_experts(placement.experts, num_experts)
+    checked = balance.from_experts(placement.experts, num_experts)
+    return dataclasses.replace(checked, sums=placement.sums)
