@@ -34,6 +34,7 @@ THOROUGH = (
     "tools/test_tpu_check_programs.py::test_every_kernel_compiles",
     "tools/test_tpu_check_programs.py::test_one_chip",
     "tools/test_tpu_check_programs.py::test_two_slices",
+    "tools/test_tpu_check_programs.py::test_halves_of_which_nothing_is_read_are_timed",
     "benchmarks/test_tpu_static.py::test_the_counts_of_the_file_are_those_of_the_kernels",
     "tools/test_tpu_check_programs.py::test_what_is_timed_of_a_decode_compiles",
     # whole programs compiled for a TPU: 10 to 30 s each; the program for v4 stays in `make test`

@@ -53,10 +53,11 @@ def compile_tests(topology: str, expression: str) -> int:
     return sum(number for number, reason in found if reason.startswith(f"compiled for {topology}"))
 
 
-def compile_part(topology: str, part: str, folder, *arguments: str) -> list[dict]:
-    """Returns the programs of a part of `benchmarks.tpu.chip`, with their kernels."""
+def compile_part(topology: str, part: str, folder, *arguments: str, before: str = "") -> list[dict]:
+    """Returns the programs of a part of `benchmarks.tpu.chip`, with their kernels. `before`: lines that run first."""
     path = folder / "part.json"
-    command = [sys.executable, "-m", "benchmarks.tpu.chip", part, "--json", str(path), *arguments]
+    run = f"{before}\nfrom benchmarks.tpu import chip\nchip.main()"
+    command = [sys.executable, "-c", run, part, "--json", str(path), *arguments]
     (done,) = processes.run_all([command], seconds=3000, env=processes.environment(**{COMPILE_FOR: topology}))
     assert done.ok, done.output[-4000:]
     document = json.loads(path.read_text())
@@ -141,19 +142,28 @@ def assert_timed(programs: list[dict], cases: int, peers: int) -> None:
 
 
 def assert_fewer_and_fewer(programs: list[dict], operations: int) -> None:
-    """A program for each kernel of an operation, besides the whole, with so many kernels in their order."""
+    """A program for each kernel of an operation, besides the whole, with so many kernels in their order. The kernel of
+    a start half comes with that of its done half, which waits for its DMAs."""
     whole = [p for p in programs if p["program"].endswith(", whole")]
     assert len(whole) == operations and len(programs) == sum(1 + len(p["kernels"]) for p in whole)
     for all_of_them in whole:
         label = all_of_them["program"].removesuffix("whole")
         fewer = [p for p in programs if p["program"].startswith(label) and p is not all_of_them]
-        assert [p["compiled"] for p in fewer] == [all_of_them["kernels"][:kept] for kept in range(len(fewer))]
+        kernels = all_of_them["kernels"]
+        kept = [n + (kernels[n - 1 : n] == ["xen_moe_start"]) for n in range(len(fewer))]
+        assert [p["compiled"] for p in fewer] == [kernels[:n] for n in kept]
 
 
 def test_what_is_timed_of_a_decode_compiles(tmp_path):
     decode = ("--cases", "low-latency-bf16")
     assert_timed(compile_part(HOSTS["v5e-8"], "operations", tmp_path, *decode), 1, 1)
     assert_fewer_and_fewer(compile_part(HOSTS["v4-8"], "kernels", tmp_path, *decode), 2)
+
+
+def test_halves_of_which_nothing_is_read_are_timed(tmp_path):
+    """Kernels of a start and a done half, whose results nothing reads where later kernels are left out."""
+    halves = "from benchmarks.tpu import further as f\nf.FURTHER = [o for o in f.FURTHER if 'halves' in o.operation]"
+    assert_fewer_and_fewer(compile_part(HOSTS["v5e-8"], "further", tmp_path, "--small", before=halves), 2)
 
 
 @pytest.mark.slow
