@@ -71,7 +71,7 @@ class Links:
     hop: tuple[float, float] = (25e-6, 70e-6)
     hop_small: tuple[float, float] = (10e-6, 10e-6)
     flops: float = 600e12
-    exact: float = 152e-6
+    exact: float = 330e-6
     lent: float = 175e9
     lent_rows: float = 0.53
 
