@@ -54,7 +54,7 @@ def as_bool(value: Any) -> bool | None:
 def array(x: Any, caller: str, name: str) -> jax.Array:
     """Returns `x` as a JAX array. Raises TypeError, which names `caller` and the argument `name`, if JAX can make no
     array of it, or none that holds its integers."""
-    held = jnp.iinfo(jnp.asarray(0).dtype)
+    held = jnp.iinfo(jax.dtypes.canonicalize_dtype(int))
     try:
         made = jnp.asarray(x)
         if not isinstance(x, np.ndarray | np.generic) or x.dtype.kind not in "iu" or x.dtype == made.dtype:

@@ -155,7 +155,7 @@ def combine_start(
 ) -> Flight:
     """Starts a `combine`, with the same arguments. Finish it with `combine_done`.
 
-    With a placement the start is the whole operation, unless the layout or `wire` adds where the rows are.
+    With a placement the start is the whole operation, unless its `sums`, the layout or `wire` adds where the rows are.
     """
     prepared = _prepare.combine("combine_start", **locals())  # the arguments, by their names
     static = prepared.static

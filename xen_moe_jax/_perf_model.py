@@ -204,7 +204,7 @@ def perf_model(
         given = _check_routing(topk_idx, tokens, top_k, ranks)
         topk_idx = np.stack([np.asarray(placement.route(idx, rank)) for rank, idx in enumerate(given)])
         experts = ranks * placement.slots_per_rank
-        if operation == "combine":
+        if operation == "combine" and placement.sums == "home":
             if per_node < ranks or ranks > MOST_BY_HOME:
                 calls = top_k // _home_sums.slots_at_once(tokens, top_k)
             topk_idx, tokens, top_k = topk_idx.reshape(ranks, -1, 1), tokens * top_k, 1

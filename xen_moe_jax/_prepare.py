@@ -243,8 +243,8 @@ def _at_home(handle: Handle, placement: Any, static: Static, caller: str) -> tup
         placement = handle.placement
     elif handle.placement is None:
         raise ValueError(
-            f"{caller}: placement was given, and the dispatch that made the handle had none: pass it to dispatch, "
-            "which routes by it; combine then knows it"
+            f"{caller}: placement was given, and the dispatch that made the handle had none, or one with sums='rank': "
+            "pass it to dispatch, which routes by it; combine then knows it"
         )
     if placement is None:
         return None

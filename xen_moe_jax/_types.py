@@ -67,8 +67,8 @@ class Handle:
       spec: static description.
       active: bool `[R]`, the ranks that took part; None where the dispatch was given none.
       placement: the `Placement` of the dispatch, whose slots `topk_idx`, `recv_counts` and `spec` number as experts;
-        None where it was given none.
-      topk_weights: float32 `[T, K]`, router weights of this rank's tokens; None without a placement.
+        None where it was given none, or one whose `sums` are "rank".
+      topk_weights: float32 `[T, K]`, router weights of this rank's tokens; None where `placement` is None.
     """
 
     topk_idx: Any

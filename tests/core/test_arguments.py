@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
 from tests.support.checks import assert_bits
-from xen_moe_jax import backends
+from xen_moe_jax import _numbers, backends
 
 RANKS, T, H, K, E = 4, 8, 128, 2, 8
 
@@ -272,3 +272,9 @@ def test_an_index_beyond_int32_is_an_unused_slot(dtype):
     assert xm.balance.count(far[0], E).tolist() == [*[0] * (E - 1), 1]
     placed, at_home = (xm.perf_model(topk_idx=far, placement=p, **MODEL) for p in (home, None))
     assert placed == at_home and placed.rows_fast == 1
+
+
+def test_an_array_of_jax_is_taken_without_a_transfer():
+    weights = jnp.ones((E, 2))
+    with jax.transfer_guard("disallow"):
+        assert _numbers.array(weights, "move", "weights") is weights

@@ -688,3 +688,10 @@ def test_a_member_closes_no_buffer(monkeypatch):
     member.member = False
     buffer.close()
     assert released == [memory.CLOSE_S]
+
+
+def test_placements_that_add_rows_elsewhere_are_not_alike(open_group):
+    placement = xm.balance.home(6, 3)
+    open_group(3, placement=placement)
+    with pytest.raises(ValueError, match="have another one"):
+        open_group(3, placement=dataclasses.replace(placement, sums="rank"))

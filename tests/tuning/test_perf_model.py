@@ -1,5 +1,6 @@
 """`perf_model`: its bytes against counted routings, its times against every measured figure."""
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -250,6 +251,8 @@ def test_a_placement_is_counted_and_its_combine_by_rows():
     assert xm.perf_model("dispatch", topk_idx=idx, placement=placement, **sizes).rows_fast == 8
     assert xm.perf_model("combine", topk_idx=idx, **sizes).rows_fast == 8
     assert xm.perf_model("combine", topk_idx=idx, placement=placement, **sizes).rows_fast == 16
+    by_rank = dataclasses.replace(placement, sums="rank")
+    assert xm.perf_model("combine", topk_idx=idx, placement=by_rank, **sizes).rows_fast == 8
     spread = xm.balance.plan([99, 99, *[1] * 14], 4, 5)
     assert (spread.num_replicas[:2] > 1).all()
     slots = np.stack([spread.route(idx[rank], rank) for rank in range(4)])

@@ -142,9 +142,9 @@ class Group:
         with contextlib.ExitStack() as undo:
             self._board = Board(folder, self.num_ranks, self._timeout_s)
             undo.callback(self._board.close)
-            told = "" if placement is None else repr((placement.num_experts, placement.experts.tolist()))
-            told = hashlib.sha256(told.encode()).hexdigest()
-            self._membership = Membership(self._board, self.num_ranks, slot, told, self._timeout_s)
+            told = None if placement is None else (placement.num_experts, placement.experts.tolist(), placement.sums)
+            digest = hashlib.sha256(repr(told).encode()).hexdigest()
+            self._membership = Membership(self._board, self.num_ranks, slot, digest, self._timeout_s)
             undo.callback(self._membership.leave)
             self.rank, claims = self._membership.slot, self._membership.claims()
             self._rows = Rows(self._board.folder / "rows", self.rank, self.num_ranks, claims, self._check_wait)
@@ -257,7 +257,7 @@ class Group:
           placement: of the same experts, ranks and slots as that of the group, such as `balance.plan` for the members
             (`alive=group.active()`). Ranks that are no members hold nothing. A member without any expert in it gets
             those that its rank holds when it comes, and an expert that no member would hold is given to one, as by
-            `balance.repair`.
+            `balance.repair`. Its `sums` are not read: those of the group stay.
 
         Raises:
           TypeError, ValueError: `placement` is not such a placement, or the group was opened without one.
