@@ -80,7 +80,7 @@ struct Schedule {
   int parts;           // a row is moved in this many parts (more than 1 for small batches)
   int part_elements;   // multiple of 256
   int segment_tokens;  // tokens that one warp counts
-  bool solo_layout;    // every block computes all positions for itself, in shared memory
+  bool solo_layout;    // every block computes all positions for itself, in shared memory; equal on all ranks
   // run the kernels of low_latency/: the first layout_blocks blocks (dispatch) send the routing, the next push_blocks
   // the rows, the remaining ones receive; if none remains, all blocks do all three
   bool low_latency;

@@ -96,7 +96,7 @@ Staging PlanStaging(const Routing& r, const Schedule& s, Element element, WireTy
   m.row_bytes = m.scale_offset + (scaled || wire != WireType::kNative ? AlignUp(ScaleBytes(r.hidden), 16) : 0);
   m.topk_idx = 0;
   m.topk_weights = AlignUp(pairs * r.top_k * 4, 128);
-  m.rows = AlignUp(NumberedCounts(r, m) + NumberedCountBytes(r, s), 128);
+  m.rows = AlignUp(NumberedCounts(r, m) + NumberedCountBytes(r), 128);
   m.ring_tokens = PlanRing(r, s, m.row_bytes, limits);
   uint64_t row_bytes = pairs * m.row_bytes;
   if (m.ring_tokens > 0) {

@@ -357,9 +357,8 @@ __device__ __forceinline__ void ClearUnusedRows(const DispatchParams& p, const L
 }
 
 // Computes positions: from the senders' numbers; or all blocks together; or, for a small batch, every block for itself
-// in shared memory. Returns
-// `scratch`, with the groups' starts in `*starts`. `await()` waits for the metadata of all sources. Returns false if
-// the group has failed.
+// in shared memory. Leaves them in `scratch`, and the groups' starts in `*starts`. `await()` waits for the metadata of
+// all sources. Returns false if the group has failed.
 template <class Await>
 __device__ __forceinline__ bool ComputePositions(const DispatchParams& p, const DispatchShared& shared, int* dynamic,
                                                  LayoutScratch& scratch, int** starts, Await await) {

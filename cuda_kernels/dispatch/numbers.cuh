@@ -22,8 +22,8 @@ static_assert(4 * (2 * kMostColumns + kNumbersAtOnce) <= kLayoutSharedBytes, "co
 
 __device__ __forceinline__ int WordOf(int expert, int number) { return number << kExpertBits | expert; }
 
-// Whether `scratch` has what ComputeBases makes: `number` [T, slots] are the words of this rank, and `prefix` [R, L],
-// in shared memory, is the first row of each source and expert.
+// Returns whether `scratch` has what ComputeBases makes: `number` [T, slots] are the words of this rank, and `prefix`
+// [R, L], in shared memory, is the first row of each source and expert.
 __device__ __forceinline__ bool HasBases(const LayoutScratch& scratch) { return scratch.segments == 0; }
 
 // Returns the [T, K] routing of source `s`: words, or experts where receivers number rows. The words of an inactive
@@ -47,8 +47,8 @@ __device__ __forceinline__ int PlaceOf(const DispatchParams& p, const LayoutScra
   return position < r.capacity ? position : -2;
 }
 
-// Adds the number of each expert's rows in the first `slots` slots to `counts`. The warps of a block call it but for
-// the last one.
+// Adds the number of each expert's rows in the first `slots` slots to `counts`. All warps of a block but the last
+// one call it.
 __device__ __forceinline__ void CountSlots(const DispatchParams& p, int slots, int* counts) {
   constexpr int kAhead = 8, kCounting = kThreads - 32;
   const int4* const experts = reinterpret_cast<const int4*>(p.topk_idx);
@@ -69,7 +69,8 @@ __device__ __forceinline__ void CountSlots(const DispatchParams& p, int slots, i
   if (last < slots) add(p.topk_idx[last]);
 }
 
-// One warp: continues the counts of the slots from `first` to `end`, and writes each slot's number into `numbers`.
+// Continues the counts with the slots from `first` to `end`, and writes each slot's number into `numbers`. One warp of
+// a block calls it.
 __device__ __forceinline__ void NumberSlots(const DispatchParams& p, int first, int end, int* counts, int* numbers) {
   constexpr int kAhead = 4;
   const int lane = threadIdx.x & 31;

@@ -21,9 +21,10 @@ XEN_MOE_ANYWHERE inline bool SendersNumber(const Routing& r, const Schedule& s) 
 }
 
 // Bytes of a half that hold the counts of all sources, [R][L] int32, and where they lie in its data: behind the router
-// weights, in front of the rows.
-XEN_MOE_ANYWHERE inline uint64_t NumberedCountBytes(const Routing& r, const Schedule& s) {
-  return SendersNumber(r, s) ? static_cast<uint64_t>(r.ranks) * r.local_experts * 4 : 0;
+// weights, in front of the rows. They do not depend on the schedule, so that the memory of a dispatch suffices for the
+// other operations and for fewer tokens of the same shapes, whoever numbers their rows (xm.buffer_size_hint).
+XEN_MOE_ANYWHERE inline uint64_t NumberedCountBytes(const Routing& r) {
+  return r.ranks <= kSmallGroup ? static_cast<uint64_t>(r.ranks) * r.local_experts * 4 : 0;
 }
 XEN_MOE_ANYWHERE inline uint64_t NumberedCounts(const Routing& r, const Staging& staging) {
   return staging.topk_weights + static_cast<uint64_t>(r.ranks) * r.tokens * r.top_k * 4;

@@ -1,6 +1,6 @@
-// Dispatches in which a block counts all slots of its rank for itself. Those of the only rank of a group, whose kernels
-// combines have, too (cuda_kernels/core/alone.h): random calls give the right results, and in a group that has failed
-// poisoned ones. And those of several ranks, whose senders number their rows (dispatch/numbers.cuh).
+// Tests of dispatches in which a block counts all slots of its rank for itself. The only rank of a group has kernels of
+// its own for them, and for combines (cuda_kernels/core/alone.h): random calls give the right results, and in a group
+// that has failed poisoned ones. Several ranks number their rows as senders (cuda_kernels/dispatch/numbers.cuh).
 #include <random>
 #include <string>
 
@@ -43,8 +43,8 @@ std::string Alone(const Options& o) {
   return Text("%zu problems, %lld calls", pool.size(), static_cast<long long>(calls));
 }
 
-// Shares of no slot, of a few, and of more than a block numbers at once; experts that are no multiple of the ranks;
-// inactive ranks; rows that are dropped.
+// The problems have shares of no slot, of a few, and of more than a block numbers at once, experts that are no multiple
+// of the ranks, inactive ranks, and rows that are dropped.
 std::string Numbers(const Options& o) {
   World world(o.ranks, o.gpus);
   std::mt19937 rng(o.seed);

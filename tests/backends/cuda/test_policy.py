@@ -17,7 +17,8 @@ from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends import load
 from xen_moe_jax.backends.base import BackendUnavailable
-from xen_moe_jax.backends.cuda import devices
+from xen_moe_jax.backends.cuda import call as cuda_call
+from xen_moe_jax.backends.cuda import devices, module
 from xen_moe_jax.backends.cuda import schedule as schedules
 
 try:
@@ -113,6 +114,16 @@ def test_memory_of_one_rank_does_for_every_operation():
     sizes = {"num_tokens": 2048, "num_ranks": 1, "top_k": 8, "dtype": jnp.float32, "backend": "cuda"}
     for hidden in (4, 8):
         assert xm.buffer_size_hint(hidden=hidden, **sizes) >= 2 * 2048 * hidden * 4
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 16])
+def test_memory_of_a_small_dispatch_does_for_its_combine(ranks):
+    """No low-latency kernel takes rows of 8 bytes, and a combine does not number rows as a small dispatch does."""
+    config, of = xm.KernelConfig(), spec(8, ranks)
+    made = schedules.combine(of, 4, config, devices.HOPPER_SMS)
+    needed = module.compiled().dispatch_staging_bytes(cuda_call.attributes(of, 4, jnp.bfloat16, made, config))
+    sizes = {"num_tokens": 8, "hidden": 4, "num_ranks": ranks, "num_experts": 256, "backend": "cuda"}
+    assert needed <= xm.buffer_size_hint(**sizes)
 
 
 @pytest.mark.parametrize("ranks", [18, 72, 256])
