@@ -223,9 +223,9 @@ int main(int argc, char** argv) {
     Empty<<<1, 32, 0, all[r].stream>>>(nullptr);
     return cudaGetLastError();
   });
-  for (int tokens : shape ? std::vector<int>{}
-                          : std::vector<int>{128, 1, 32, 8, 64, 256,
-                                             512}) {  // schedules of both kinds of kernels are those of schedule.py
+  std::vector<int> small{128, 1, 32, 8, 64, 256, 512};
+  if (shape) small.clear();
+  for (int tokens : small) {  // schedules of both kinds of kernels are those of schedule.py
     for (const Setting& setting : {Setting{false, 64, 0, 32, parts_of(tokens, 256)}, Setting{true, 96, 4, 16, 1}}) {
       run("fp8 dispatch", tokens, setting, [&](int r) { return dispatch(r, tokens, true, setting); });
       run("bf16 dispatch", tokens, setting, [&](int r) { return dispatch(r, tokens, false, setting); });

@@ -22,7 +22,8 @@ XEN_MOE_ANYWHERE inline bool SendersNumber(const Routing& r, const Schedule& s) 
 
 // Bytes of a half that hold the counts of all sources, [R][L] int32, and where they lie in its data: behind the router
 // weights, in front of the rows. They do not depend on the schedule, so that the memory of a dispatch suffices for the
-// other operations and for fewer tokens of the same shapes, whoever numbers their rows (xm.buffer_size_hint).
+// other operations and for fewer tokens of the same shapes, whether senders or receivers number their rows
+// (xm.buffer_size_hint).
 XEN_MOE_ANYWHERE inline uint64_t NumberedCountBytes(const Routing& r) {
   return r.ranks <= kSmallGroup ? static_cast<uint64_t>(r.ranks) * r.local_experts * 4 : 0;
 }

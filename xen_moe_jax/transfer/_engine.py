@@ -36,7 +36,7 @@ from xen_moe_jax.transfer._wire import Wire
 
 BACKENDS = ("auto", "ucx")
 COMES = "it connects to this engine itself"
-"""Of two engines that connect to each other at once, the one with the lower identity refuses the other one so."""
+"""The reason of a refusal: when two engines connect to each other at once, that of the lower identity refuses."""
 
 _never_released: list[Generation] = []
 """Memory that a peer which was cut off may still address: it is kept until this process ends."""

@@ -253,7 +253,7 @@ def combine_pending(call: Call, y: Any) -> list[ShapeDtype]:
 
 
 AT_START = headers.Arrivals._fields.index("start")
-"""Of `headers.Arrivals`, the fields that follow `Pending` on one axis begin here."""
+"""Number of the first field of `headers.Arrivals` that follows `Pending` on one axis."""
 OPERANDS_BEFORE = {"dispatch_done": 5, "combine_done": 6}
 """Operands of the primitive of a done half that come before `Pending`, `active` among them."""
 
