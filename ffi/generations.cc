@@ -27,7 +27,7 @@ bool StagingMemory::HasRoom() const { return newest_.load() + 1 - OldestInUse() 
 bool StagingMemory::WaitForRoom(double seconds) {
   const auto began = std::chrono::steady_clock::now();
   while (!HasRoom()) {
-    if (!used_ || persistent_.WaitIdle(std::min(1.0, seconds))) return HasRoom();
+    if (WaitUnused(std::min(1.0, seconds))) return HasRoom();
     if (SecondsSince(began) > seconds) {
       Refuse("the symmetric memory on channel " + std::to_string(channel_) + " has grown " +
              std::to_string(kGenerations - 1) +
@@ -92,7 +92,7 @@ void StagingMemory::Publish(Generation next, bool alone, double seconds) {
   const auto began = std::chrono::steady_clock::now();
   while (alone && !generations_.empty()) {  // the GPUs must be idle while no thread can launch, not only before
     launching.lock();
-    if (!used_ || persistent_.WaitIdle(0.2)) break;
+    if (WaitUnused(0.2)) break;
     launching.unlock();  // the running kernels may wait for a launch of another rank
     if (SecondsSince(began) > seconds) {
       Drop(&next);

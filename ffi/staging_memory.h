@@ -97,6 +97,8 @@ class StagingMemory {
   bool Divides(const Generation& next) const;
   bool HasRoom() const;
   bool WaitForRoom(double seconds);
+  // Waits until no operation that uses staging memory runs. Returns false if one still does after `seconds`.
+  bool WaitUnused(double seconds) const { return !used_ || persistent_.WaitIdle(seconds); }
   void Publish(Generation next, bool alone, double seconds);
   void Reclaim();
   void FreeOlderThan(uint32_t number);

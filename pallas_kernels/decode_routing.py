@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from xen_moe_jax.pallas_kernels.decode_experts import GROUP
 from xen_moe_jax.pallas_kernels.index_tokens import above, as_row, hot, placed, whole
-from xen_moe_jax.pallas_kernels.order_pairs import SUBLANES, counted, counted_by_depth, ordered, packed
+from xen_moe_jax.pallas_kernels.order_pairs import SUBLANES, copy_now, counted, counted_by_depth, ordered, packed
 from xen_moe_jax.pallas_kernels.record import LANES
 
 AT_ONCE = 4
@@ -172,12 +172,6 @@ class Sizes:
         return 4 * (registers + SUBLANES * (LANES + self.lines * self.wide + sum(self._windows())))
 
 
-def _move(refs: Any, origin: Any, target: Any) -> None:
-    dma = pltpu.make_async_copy(origin, target, refs.moved)
-    dma.start()
-    dma.wait()
-
-
 def by_rank(experts: jax.Array, of_rank: int, ranks: int) -> tuple[jax.Array, jax.Array]:
     """Returns two int32 `[K, N]` for the slots of int32 `experts [K, N]`: the rank of a slot's expert, `ranks` if it
     names none; and the place of the slot among those of its token, in the order of ranks and, for one rank, of slots.
@@ -238,7 +232,7 @@ def put_own(refs: Any, sizes: Sizes, rank: Any, core: Any) -> None:
             table = jnp.where(rows == 0, words[r : r + 1], 0)
             line = ordered(key[r : r + 1], sizes.groups + 1, table)[:1]
             refs.own_row[:, r * wide : (r + 1) * wide] = line
-    _move(refs, refs.own_row.at[0], refs.own)
+    copy_now(refs.own_row.at[0], refs.own, refs.moved)
 
 
 def leaving(refs: Any, sizes: Sizes, rank: Any, n: Any) -> Any:
@@ -324,7 +318,7 @@ def count(refs: Any, sizes: Sizes, place: Any) -> None:
         refs.come_row[:, n * LANES : (n + 1) * LANES] = refs.arrived[n : n + 1].astype(jnp.int32)
     blocks = jnp.sum(refs.sums[...], axis=0, keepdims=True)
     refs.come_row[:, sizes.at_blocks :] = blocks.astype(jnp.int32)
-    _move(refs, refs.come_row.at[0], refs.come)
+    copy_now(refs.come_row.at[0], refs.come, refs.moved)
 
 
 def end_of_pass(refs: Any, sizes: Sizes, begin: Any) -> Any:
@@ -353,14 +347,14 @@ def order(refs: Any, sizes: Sizes, place: Any, begin: Any, end: Any, first_exper
     experts are visited where `begin` is 0. `first_expert` is the rank's number of this core's first expert."""
     totals = jnp.sum(_sums(refs, begin, end), axis=1, keepdims=True)
     refs.come_row[:, sizes.at_experts : sizes.at_experts + sizes.registers] = as_row(totals).astype(jnp.int32)
-    _move(refs, refs.come_row.at[0], refs.come)
+    copy_now(refs.come_row.at[0], refs.come, refs.moved)
     first = jnp.minimum(totals, float(sizes.most))
     begins = above(first), jnp.sum(first, axis=0, keepdims=True) + above(totals - first)
 
     @pl.loop(begin, end)
     def _(block: Any) -> None:
         _sort(refs, sizes, block, place, begin, *begins)
-        _move(refs, refs.lines.at[0], refs.table)
+        copy_now(refs.lines.at[0], refs.table, refs.moved)
         _write(refs, sizes)
 
     return _fill_visits(refs, sizes, jnp.where(begin == 0, sizes.certain, 0), first_expert)

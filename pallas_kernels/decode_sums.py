@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from xen_moe_jax.pallas_kernels.decode_experts import GROUP
 from xen_moe_jax.pallas_kernels.decode_routing import Sizes, by_rank
 from xen_moe_jax.pallas_kernels.launch import Launch
-from xen_moe_jax.pallas_kernels.order_pairs import SUBLANES
+from xen_moe_jax.pallas_kernels.order_pairs import SUBLANES, copy_now
 from xen_moe_jax.pallas_kernels.record import LANES, Record, values_of
 from xen_moe_jax.pallas_kernels.reduce_ranks import keep
 
@@ -71,9 +71,7 @@ def put_places(refs: Any, sizes: Sizes, rank: Any, core: Any) -> None:
     def _() -> None:
         slots, weights = (refs.routing[rank, at : at + sizes.top_k] for at in (0, sizes.half))
         refs.upright[...] = places(slots, weights, sizes.experts * sizes.cores, sizes.ranks)
-        dma = pltpu.make_async_copy(refs.upright, refs.places, refs.moved)
-        dma.start()
-        dma.wait()
+        copy_now(refs.upright, refs.places, refs.moved)
 
 
 def _body(refs: Any, *, record: Record, flat: bool) -> None:

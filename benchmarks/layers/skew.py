@@ -34,11 +34,15 @@ DRIFT = 0.005
 """Standard deviation of the change of an expert's log share from batch to batch."""
 
 
-def busiest(counts: np.ndarray, placement: xm.balance.Placement) -> float:
-    """Returns the rows of the busiest rank over the mean, if the replicas of an expert share its rows, `counts [E]`,
-    equally."""
+def loads(counts: np.ndarray, placement: xm.balance.Placement) -> np.ndarray:
+    """Returns `[R]`, the rows of each rank, if the replicas of an expert share its rows, `counts [E]`, equally."""
     each = np.append(counts / placement.num_replicas, 0.0)
-    ranks = each[placement.experts].sum(axis=1)
+    return each[placement.experts].sum(axis=1)
+
+
+def busiest(counts: np.ndarray, placement: xm.balance.Placement) -> float:
+    """Returns the rows of the busiest rank over the mean."""
+    ranks = loads(counts, placement)
     return float(ranks.max() / ranks.mean())
 
 
@@ -64,10 +68,15 @@ def zipf(exponent: float, experts: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).permutation(1.0 / np.arange(1, experts + 1) ** exponent)
 
 
-def draw(share: np.ndarray, tokens: int, top_k: int, rng: np.random.Generator) -> np.ndarray:
-    """int64 `[E]`: rows of each expert where `tokens` tokens choose `top_k` different ones each."""
+def choices(share: np.ndarray, tokens: int, top_k: int, rng: np.random.Generator) -> np.ndarray:
+    """int64 `[T, K]`: the experts of `tokens` tokens, each of which chooses `top_k` different ones."""
     noise = np.log(share) + rng.gumbel(size=(tokens, len(share)))
-    return np.bincount(np.argpartition(-noise, top_k, axis=1)[:, :top_k].ravel(), minlength=len(share))
+    return np.argpartition(-noise, top_k, axis=1)[:, :top_k]
+
+
+def draw(share: np.ndarray, tokens: int, top_k: int, rng: np.random.Generator) -> np.ndarray:
+    """int64 `[E]`: rows of each expert among `choices`."""
+    return np.bincount(choices(share, tokens, top_k, rng).ravel(), minlength=len(share))
 
 
 def drifting(share: np.ndarray, batches: int, seed: int, tokens: int = 2048) -> np.ndarray:

@@ -29,6 +29,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from benchmarks.layers import skew
 from benchmarks.lib import profile, turns
 from xen_moe_jax.experts import combined, hopper, lent
 
@@ -41,9 +42,8 @@ PROFILED = ("uniform", "exact: uniform", "exact: Zipf 1.1")
 
 def routing(exponent: float, tokens: int, experts: int, top_k: int) -> np.ndarray:
     """Returns int32 `[tokens, top_k]`, the experts of each token."""
-    rng = np.random.default_rng(35)
-    noise = -exponent * np.log(np.arange(1, experts + 1)) + rng.gumbel(size=(tokens, experts))
-    return np.argpartition(-noise, top_k, axis=1)[:, :top_k].astype(np.int32)
+    share = 1.0 / np.arange(1, experts + 1) ** exponent
+    return skew.choices(share, tokens, top_k, np.random.default_rng(35)).astype(np.int32)
 
 
 class Program:
@@ -87,10 +87,9 @@ class Layer:
         self.operands, self.cotangent = draw()
         self.idx = {name: routing(a, tokens, experts, given.top_k) for name, a in ROUTINGS.items()}
 
-    def rows(self, name: str, experts: np.ndarray, replicas: np.ndarray) -> np.ndarray:
-        """Returns the rows of each rank that holds `experts [R, S]`, if replicas share a routing's rows equally."""
-        counts = np.bincount(self.idx[name].ravel(), minlength=self.given.experts) / replicas
-        return np.append(counts, 0.0)[experts].sum(axis=1)
+    def counts(self, name: str) -> np.ndarray:
+        """Returns `[E]`, the rows of each expert in a routing."""
+        return np.bincount(self.idx[name].ravel(), minlength=self.given.experts)
 
     def program(self, backward: bool, idx: np.ndarray, matrices: Any, **options: Any) -> Program:
         """Lowers a pass."""
@@ -113,9 +112,9 @@ class Layer:
 
     def planned(self, name: str) -> tuple[Any, dict[str, Any]]:
         """Returns the matrices in the slots of a plan of a routing's counts, and the options of their call."""
-        counts = np.bincount(self.idx[name].ravel(), minlength=self.given.experts)
+        counts = self.counts(name)
         plan = xm.balance.plan(counts, self.ranks, self.given.experts // self.ranks * 9 // 8)
-        room = -(-int(self.rows(name, plan.experts, plan.num_replicas).max() * 1.01) // 128) * 128
+        room = -(-int(skew.loads(counts, plan).max() * 1.01) // 128) * 128
 
         def move(plan: Any, *matrices: Any) -> Any:
             return plan.move(matrices, None, plan, axis_name="ep")
@@ -204,10 +203,7 @@ def main() -> None:
     layer = Layer(given, mesh)
     result: dict[str, Any] = {"machine": f"{devices} x {jax.devices()[0].device_kind}", "jax": jax.__version__}
     home = xm.balance.home(given.experts, devices)
-    loads = {name: layer.rows(name, home.experts, home.num_replicas) for name in ROUTINGS}
-    result["busiest over mean at home"] = {
-        name: round(float(rows.max() / rows.mean()), 3) for name, rows in loads.items()
-    }
+    result["busiest over mean at home"] = {name: round(skew.busiest(layer.counts(name), home), 3) for name in ROUTINGS}
     print(result, flush=True)
     passes = {what: layer.programs(what == PASSES[1], given.ways, given.lend) for what in given.passes}
     print("lowered", flush=True)
