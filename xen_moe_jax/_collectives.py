@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from xen_moe_jax import _jax_internals, _mesh, _shapes, _validate, backends
 from xen_moe_jax._collective_primitives import all_gather_p, all_to_all_p, ragged_all_to_all_p
 from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._numbers import is_one_of
 
 
 @jax.named_scope("xen_moe_all_to_all")
@@ -106,6 +107,9 @@ def _data(x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     return x, lambda out: out
 
 
+GATHERED = ("varying", "reduced", "invarying")
+
+
 @jax.named_scope("xen_moe_all_gather")
 def all_gather(
     x: Any,
@@ -140,8 +144,8 @@ def all_gather(
     caller = "all_gather"
     config = _validate.config(config, caller)
     wire = _validate.wire(wire, caller)
-    if not isinstance(to, str):
-        raise ValueError(f"{caller}: to={to!r}: must be 'varying', 'reduced' or 'invariant', as in jax.lax.all_gather")
+    if not is_one_of(to, GATHERED):
+        raise ValueError(f"{caller}: to={to!r}: must be one of {GATHERED}, as in jax.lax.all_gather")
     if wire is not None and (to != "varying" or _mesh.vmapped(axis_name)):
         raise ValueError(
             f"{caller}: wire={wire.dtype!r} with to={to!r}, axis_name={axis_name!r}: JAX's own operation takes this "

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from xen_moe_jax._numbers import as_float, as_int
+from xen_moe_jax._numbers import as_float, as_int, is_one_of
 
 BACKENDS = (None, "reference", "pallas", "cuda")
 MODES = ("auto", "throughput", "low_latency")
@@ -51,9 +51,9 @@ class KernelConfig:
     interpret: Any = None
 
     def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
+        if not is_one_of(self.backend, BACKENDS):
             raise ValueError(f"KernelConfig.backend={self.backend!r}: must be one of {BACKENDS}")
-        if self.mode not in MODES:
+        if not is_one_of(self.mode, MODES):
             raise ValueError(f"KernelConfig.mode={self.mode!r}: must be one of {MODES}")
         for name in ("num_sms", "chunk_tokens", "ranks_per_node", "block_tokens", "vmem_limit_bytes"):
             self._integer(name, "must be None or a positive int", least=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -48,7 +48,7 @@ def group_failure() -> str:
 def vmapped(axis_name: Any) -> bool:
     """Returns True if one of the names is an axis of an enclosing `jax.vmap`."""
     names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
-    return any(_is_bound(name) for name in names if name not in manual_axes())
+    return any(_is_bound(name) for name in names if isinstance(name, Hashable) and name not in manual_axes())
 
 
 def automatic_axes() -> tuple[str, ...]:

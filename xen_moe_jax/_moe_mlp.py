@@ -15,7 +15,7 @@ from xen_moe_jax import _exact, _layout, _validate
 from xen_moe_jax._api import dispatch
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._float8_weight import Float8Weight, without_codes
-from xen_moe_jax._numbers import as_bool
+from xen_moe_jax._numbers import is_one_of
 from xen_moe_jax._placement import Placement
 from xen_moe_jax._quantized_weight import QuantizedWeight, adopted, check_format, without_gradient
 from xen_moe_jax._replicated import combine_replicated, dispatch_replicated
@@ -149,16 +149,16 @@ def moe_mlp(
         _validate.wire(given, CALLER, name=name)
     num_local = _num_local(num_experts, axis_name, placement)
     weights = _weights(function, values, (gate, up, down), biases, num_local)
-    chosen = as_bool(replicated)
-    if chosen is None:
-        raise TypeError(f"{CALLER}: replicated={replicated!r}: must be True or False")
+    _validate.boolean(replicated, "replicated", CALLER)
+    _validate.boolean(return_info, "return_info", CALLER)
+    _validate.drop(drop, topk_weights is not None, CALLER)
     routing: dict[str, Any] = {
         "num_experts": num_experts,
         "axis_name": axis_name,
         "layout": layout,
         "alignment": alignment,
     }
-    decode = None if chosen else _decode(function, routing, values, topk_idx, weights, config)
+    decode = None if replicated else _decode(function, routing, values, topk_idx, weights, config)
     at_home = active is None and placement is None and balance is None and slots_per_rank is None
     if decode is not None and topk_weights is not None and at_home:
         given = {"wire": wire, "combine_wire": combine_wire, "capacity": capacity}
@@ -166,7 +166,7 @@ def moe_mlp(
         if decode.experts is not None:
             options = routing | {"drop": drop, "gradient_wire": gradient_wire, "config": config}
             return _few_tokens(decode, x, topk_idx, topk_weights, weights, options | given, return_info)
-    if chosen:
+    if replicated:
         unset = {"capacity": capacity, "wire": wire, "combine_wire": combine_wire, "active": active}
         unset |= {"gradient_wire": gradient_wire, "placement": placement, "balance": balance}
         _check_unset(unset | {"slots_per_rank": slots_per_rank})
@@ -183,7 +183,8 @@ def moe_mlp(
         }
         axis_sizes = _validate.axes(axis_name, CALLER, groups=True)[1]
         num_ranks = math.prod(axis_sizes)
-        lends = balance == "exact" and slots_per_rank is None and num_ranks > 1 and by_hopper(function, values, weights)
+        lends = is_one_of(balance, ("exact",)) and slots_per_rank is None and num_ranks > 1
+        lends = lends and by_hopper(function, values, weights)
         if lends:
             slots_per_rank = _exact.slots_at_home(num_experts, num_ranks)
         sending |= {"placement": placement, "balance": balance, "slots_per_rank": slots_per_rank}
@@ -297,7 +298,7 @@ def _check(function: ExpertFunction) -> None:
         value = getattr(function, name)
         if name == "grouped_matmul" and callable(value):
             continue
-        if not isinstance(value, str) or value not in choices:
+        if not is_one_of(value, choices):
             more = {
                 "grouped_matmul": ", or a function (rows, weights, group_sizes)",
                 "layout": "; for 'ranked' call dispatch and combine",

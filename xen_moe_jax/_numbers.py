@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import reprlib
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -49,6 +50,11 @@ def positive_seconds(value: Any, name: str, caller: str) -> float:
 def as_bool(value: Any) -> bool | None:
     """Returns a bool or a NumPy bool as a bool; None for everything else."""
     return bool(value) if isinstance(value, bool | np.bool_) else None
+
+
+def is_one_of(value: Any, choices: Collection[str | None]) -> bool:
+    """True for one of the choices. An array, which cannot be told from them by `in`, is none of them."""
+    return isinstance(value, str | None) and value in choices
 
 
 def array(x: Any, caller: str, name: str) -> jax.Array:

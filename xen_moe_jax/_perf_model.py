@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xen_moe_jax import _exact, _home_sums, _validate
-from xen_moe_jax._numbers import as_float, entries, known_array
+from xen_moe_jax._numbers import as_float, entries, is_one_of, known_array
 from xen_moe_jax._placement import Placement
 from xen_moe_jax._quantize import parse_wire
 
@@ -165,7 +165,7 @@ def perf_model(
         "balance". TypeError: `topk_idx` holds no integers or is traced, or `links` is no `Links`.
     """
     caller = "perf_model"
-    if operation not in OPERATIONS:
+    if not is_one_of(operation, OPERATIONS):
         raise ValueError(f"{caller}: operation={operation!r}: must be one of {OPERATIONS}")
     ranks = _validate.integer(num_ranks, "num_ranks", caller, minimum=1)
     tokens = _validate.integer(num_tokens, "num_tokens", caller, minimum=1)

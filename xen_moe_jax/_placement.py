@@ -22,7 +22,7 @@ from xen_moe_jax import _single_ops as ops
 from xen_moe_jax._collective_primitives import ragged_all_to_all_p
 from xen_moe_jax._config import DEFAULT_CONFIG, KernelConfig
 from xen_moe_jax._moe_primitives import transposed_by
-from xen_moe_jax._numbers import array, indices, known_array
+from xen_moe_jax._numbers import array, indices, is_one_of, known_array
 from xen_moe_jax._primitive import batch_done, batch_start, declare
 from xen_moe_jax._types import export_as, pytree
 
@@ -237,6 +237,22 @@ def sources(old: Placement, new: Placement) -> Any:
     return xp.where(new.experts >= 0, source, -1).astype(xp.int32)
 
 
+def check_arrays(placement: Placement, caller: str) -> None:
+    """Raises ValueError unless the arrays of the placement fit each other, and TypeError if one is no array of
+    integers."""
+    experts, slots, copies = placement.experts, placement.slots, placement.num_replicas
+    for name, found in (("experts", experts), ("slots", slots), ("num_replicas", copies)):
+        if not hasattr(found, "shape") or not jnp.issubdtype(found.dtype, jnp.integer):
+            raise TypeError(f"{caller}: placement.{name} is a {type(found).__name__}: must be an array of int32")
+    if experts.ndim != 2 or slots.ndim != 2 or slots.shape[1] != experts.shape[0] or copies.shape != slots.shape[:1]:
+        raise ValueError(
+            f"{caller}: placement has experts {list(experts.shape)}, slots {list(slots.shape)} and num_replicas "
+            f"{list(copies.shape)}: must be [R, S], [E, R] and [E]; make it by xm.balance.from_experts"
+        )
+    if not is_one_of(placement.sums, SUMS):
+        raise ValueError(f"{caller}: placement.sums={placement.sums!r}: must be one of {', '.join(map(repr, SUMS))}")
+
+
 def _both(old: Placement | None, new: Placement | None, caller: str) -> tuple[Placement, Placement]:
     given = [p for p in (old, new) if p is not None]
     if not given:
@@ -244,6 +260,7 @@ def _both(old: Placement | None, new: Placement | None, caller: str) -> tuple[Pl
     for placement in given:
         if not isinstance(placement, Placement):
             raise TypeError(f"Placement.{caller}: got a {type(placement).__name__}: must be a Placement, or None")
+        check_arrays(placement, f"Placement.{caller}")
     default = home(given[0].num_experts, given[0].num_ranks)
     old, new = old or default, new or default
     if (old.num_experts, old.num_ranks) != (new.num_experts, new.num_ranks):
@@ -266,6 +283,8 @@ def _apply(
     caller: str,
 ) -> Any:
     """Runs `primitive` on every array of `tree`, which has `slots` rows a rank."""
+    if config is not None and not isinstance(config, KernelConfig):
+        raise TypeError(f"Placement.{caller}: config={config!r}: must be None or an xm.KernelConfig")
     mask = _active.EVERY_RANK if active is None else array(active, f"Placement.{caller}", "active")
     if active is not None and (mask.shape != (old.num_ranks,) or mask.dtype != jnp.bool_):
         raise ValueError(
@@ -337,7 +356,7 @@ def _axis(axis_name: Any, num_ranks: int, caller: str) -> tuple[str, ...]:
             f"{ {name: _mesh.axis_size(name) for name in manual} }: say which with axis_name="
         )
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
-    missing = [name for name in names if name not in manual]
+    missing = [name for name in names if not is_one_of(name, manual)]
     if missing or math.prod(map(_mesh.axis_size, names)) != num_ranks:
         raise ValueError(
             f"Placement.{caller}: axis_name={axis_name!r}: must be manual axes (inside jax.shard_map) with the "

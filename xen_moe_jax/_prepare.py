@@ -14,7 +14,6 @@ from jax import lax
 from xen_moe_jax import _active, _drops, _exact, _home_sums, _layout, _nodes, _ranks, _validate, backends
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._mesh import vary_over
-from xen_moe_jax._numbers import as_bool
 from xen_moe_jax._placement import Placement
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec, exact_capacity, worst_case_capacity
@@ -218,9 +217,8 @@ def combine(
     handle = _validate.handle(handle, caller)
     spec = handle.spec
     y = _validate.rows(y, spec, caller)
-    chosen = spec.layout != "ranked" if weighted is None else as_bool(weighted)
-    if chosen is None:
-        raise TypeError(f"{caller}: weighted={weighted!r}: must be True, False or None")
+    chosen = _validate.boolean(weighted, "weighted", caller, optional=True)
+    chosen = spec.layout != "ranked" if chosen is None else chosen
     if chosen and spec.layout == "ranked":
         raise ValueError(
             f"{caller}: weighted=True with layout='ranked': a row stands for several experts; apply "
@@ -236,25 +234,21 @@ def combine(
 def _at_home(handle: Handle, placement: Any, static: Static, caller: str) -> tuple[jax.Array, jax.Array] | None:
     """Operands that a combine needs to add rows as their homes would; None where it adds them on the ranks that hold
     them: without a placement or by one whose `sums` say so, and where rows were added before or are quantized."""
-    spec = handle.spec
-    if isinstance(placement, Placement) and placement.sums == "rank":
-        return None
-    if placement is None:
-        placement = handle.placement
-    elif handle.placement is None:
-        raise ValueError(
-            f"{caller}: placement was given, and the dispatch that made the handle had none, or one with sums='rank': "
-            "pass it to dispatch, which routes by it; combine then knows it"
-        )
-    if placement is None:
-        return None
-    _validate.placement(placement, handle.placement.num_experts, spec.num_ranks, caller)
-    if placement.experts.size != spec.num_experts:
-        raise ValueError(
-            f"{caller}: placement has {placement.slots_per_rank} slots on a rank, and the dispatch had "
-            f"{spec.local_experts}: pass the dispatch's own placement, or None"
-        )
-    if spec.layout == "ranked" or static.wire is not None:
+    spec, own = handle.spec, handle.placement
+    if placement is not None:
+        _validate.placement(placement, own and own.num_experts, spec.num_ranks, caller)
+        if own is None and placement.sums == "home":
+            raise ValueError(
+                f"{caller}: placement was given, and the dispatch that made the handle had none, or one with "
+                "sums='rank': pass it to dispatch, which routes by it; combine then knows it"
+            )
+        if placement.experts.size != spec.num_experts:
+            raise ValueError(
+                f"{caller}: placement has {placement.slots_per_rank} slots on a rank, and the dispatch had "
+                f"{spec.local_experts}: pass the dispatch's own placement, or None"
+            )
+    placement = own if placement is None else placement
+    if placement is None or placement.sums == "rank" or spec.layout == "ranked" or static.wire is not None:
         return None
     home = _home_sums.homes(handle.topk_idx, jnp.asarray(placement.experts), placement.num_experts)
     home, weights = vary_over([home, lax.stop_gradient(handle.topk_weights)], spec.axis_name)

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from xen_moe_jax import _mxfp4
-from xen_moe_jax._numbers import array
+from xen_moe_jax._numbers import array, is_one_of
 from xen_moe_jax._spec import SCALE_BLOCK, scale_blocks
 from xen_moe_jax._types import BlockScaled
 
@@ -43,7 +43,7 @@ class Wire:
         name = _dtype_name(self.dtype)
         if name not in WIRES:
             raise ValueError(f"Wire.dtype={self.dtype!r}: must be one of {tuple(WIRES)}")
-        if self.scale_format not in SCALE_FORMATS:
+        if not is_one_of(self.scale_format, SCALE_FORMATS):
             raise ValueError(f"Wire.scale_format={self.scale_format!r}: must be one of {SCALE_FORMATS}")
         object.__setattr__(self, "dtype", name)
         if self.is_mxfp4:
@@ -212,7 +212,7 @@ def quantize(x: jax.Array, dtype: Any = "float8_e4m3fn", scale_format: str = "fl
         raise TypeError(f"quantize: x has dtype {x.dtype}: must be float32, bfloat16 or float16")
     if x.ndim == 0:
         raise ValueError("quantize: x is a scalar: must have a hidden dimension to take blocks of")
-    if scale_format not in SCALE_FORMATS:
+    if not is_one_of(scale_format, SCALE_FORMATS):
         raise ValueError(f"quantize: scale_format={scale_format!r}: must be one of {SCALE_FORMATS}")
     name = _dtype_name(dtype)
     if name not in QMAX:

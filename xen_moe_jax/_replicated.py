@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from xen_moe_jax import _layout, _validate
 from xen_moe_jax._mesh import vary_over
 from xen_moe_jax._moe_primitives import HANDLE, OUT, ROWS
-from xen_moe_jax._numbers import as_bool
+from xen_moe_jax._numbers import is_one_of
 from xen_moe_jax._spec import Spec, worst_case_capacity
 from xen_moe_jax._types import BlockScaled, ReplicatedHandle, Routed
 
@@ -127,10 +127,8 @@ def combine_replicated(y: jax.Array, handle: ReplicatedHandle, *, weighted: bool
     spec = handle.spec
     names, _ = _validate.axes(spec.axis_name, f"{caller} (axis_name of the handle)")
     y = _validate.rows(y, spec, caller)
-    chosen = True if weighted is None else as_bool(weighted)
-    if chosen is None:
-        raise TypeError(f"{caller}: weighted={weighted!r}: must be True, False or None")
-    out = lax.psum(own_sums(y, handle, weighted=chosen), names).astype(y.dtype)
+    chosen = _validate.boolean(weighted, "weighted", caller, optional=True)
+    out = lax.psum(own_sums(y, handle, weighted=chosen is not False), names).astype(y.dtype)
     return checkpoint_name(out.reshape(spec.tokens_shape(out.shape[-1])), OUT)
 
 
@@ -155,7 +153,7 @@ def _spec(
     alignment: Any,
 ) -> Spec:
     """Static description of this rank's rows, as of a dispatch on one rank."""
-    if not isinstance(layout, str) or layout not in LAYOUTS:
+    if not is_one_of(layout, LAYOUTS):
         raise ValueError(f"{caller}: layout={layout!r}: must be one of {LAYOUTS}")
     alignment = _validate.integer(alignment, "alignment", caller, minimum=1)
     if alignment > 1 and layout != "grouped":

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from xen_moe_jax import _active, _mesh
 from xen_moe_jax._config import BACKENDS, DEFAULT_CONFIG, KernelConfig
 from xen_moe_jax._numbers import array as array
-from xen_moe_jax._numbers import as_int, entries
+from xen_moe_jax._numbers import as_bool, as_int, entries, is_one_of
 from xen_moe_jax._numbers import indices as indices
-from xen_moe_jax._placement import SUMS, Placement
+from xen_moe_jax._placement import Placement, check_arrays
 from xen_moe_jax._quantize import QMAX, Wire, parse_wire
 from xen_moe_jax._spec import DROPS, LAYOUTS, Spec, scale_blocks
 from xen_moe_jax._types import BlockScaled, Handle
@@ -71,6 +71,14 @@ def integer(value: Any, name: str, caller: str, *, minimum: int, maximum: int | 
     return number
 
 
+def boolean(value: Any, name: str, caller: str, *, optional: bool = False) -> Any:
+    """Returns `value` as a bool, and with `optional` None as None. Raises TypeError if it is neither."""
+    found = as_bool(value)
+    if found is None and not (optional and value is None):
+        raise TypeError(f"{caller}: {name}={value!r}: must be True{', False or None' if optional else ' or False'}")
+    return found
+
+
 def known_shape(x: jax.Array, caller: str, name: str) -> None:
     """`jax.export` may leave sizes open. The size of every buffer follows from the number of rows; and XLA crashes on
     an exported `shard_map` that broadcasts or reshapes to a size that is open.
@@ -91,13 +99,13 @@ def config(value: Any, caller: str) -> KernelConfig:
 
 
 def layout(value: Any, caller: str) -> str:
-    if not isinstance(value, str) or value not in LAYOUTS:
+    if not is_one_of(value, LAYOUTS):
         raise ValueError(f"{caller}: layout={value!r}: must be one of {LAYOUTS}")
     return value
 
 
 def drop(value: Any, has_weights: bool, caller: str) -> str:
-    if not isinstance(value, str) or value not in DROPS:
+    if not is_one_of(value, DROPS):
         raise ValueError(f"{caller}: drop={value!r}: must be one of {DROPS}")
     if value == "weight" and not has_weights:
         raise ValueError(
@@ -207,11 +215,12 @@ def active(value: Any, spec: Spec, caller: str) -> Any:
     return value
 
 
-def placement(value: Any, num_experts: int, num_ranks: int, caller: str) -> None:
-    """Raises unless `value` is a `Placement` of these experts over these ranks."""
+def placement(value: Any, num_experts: int | None, num_ranks: int, caller: str) -> None:
+    """Raises unless `value` is a `Placement` of these experts, of any number for None, over these ranks."""
     if not isinstance(value, Placement):
         raise TypeError(f"{caller}: placement is a {type(value).__name__}: must be a Placement of xm.balance, or None")
-    if value.num_experts != num_experts:
+    check_arrays(value, caller)
+    if num_experts is not None and value.num_experts != num_experts:
         raise ValueError(
             f"{caller}: placement has {value.num_experts} experts, and num_experts={num_experts}: they must be equal"
         )
@@ -220,8 +229,6 @@ def placement(value: Any, num_experts: int, num_ranks: int, caller: str) -> None
             f"{caller}: placement is for {value.num_ranks} ranks, and axis_name has {num_ranks}: plan with "
             f"num_ranks={num_ranks}"
         )
-    if value.sums not in SUMS:
-        raise ValueError(f"{caller}: placement.sums={value.sums!r}: must be one of {', '.join(map(repr, SUMS))}")
 
 
 def balance(
@@ -245,9 +252,9 @@ def balance(
         if slots_per_rank is not None:
             raise ValueError(f"{caller}: slots_per_rank={slots_per_rank!r} without balance='exact': leave it None")
         return None
-    if not isinstance(value, str) or value != "exact":
+    if not is_one_of(value, ("exact",)):
         raise ValueError(f"{caller}: balance={value!r}: must be None or 'exact'")
-    if layout != "grouped":
+    if not is_one_of(layout, ("grouped",)):
         raise ValueError(f"{caller}: balance='exact' with layout={layout!r}: only the grouped layout can be balanced")
     for name, given, why in (
         ("capacity", capacity, "its rows are always T * K"),
@@ -324,6 +331,8 @@ def _handle_arrays(value: Handle, caller: str) -> dict[str, Any]:
         "recv_counts": ((spec.num_ranks, spec.local_experts), jnp.int32),
         "weights": (spec.weights_shape, jnp.float32),
     }
+    if value.placement is not None:
+        wanted["topk_weights"] = ((spec.num_tokens, spec.top_k), jnp.float32)
     arrays = {}
     for name, (shape, dtype) in wanted.items():
         found = array(getattr(value, name), caller, f"handle.{name}")
@@ -335,6 +344,8 @@ def _handle_arrays(value: Handle, caller: str) -> dict[str, Any]:
         arrays[name] = found
     if value.active is not None:
         arrays["active"] = active(value.active, spec, f"{caller} (handle)")
+    if value.placement is not None:
+        placement(value.placement, None, spec.num_ranks, f"{caller} (handle)")
     return arrays
 
 
@@ -410,7 +421,7 @@ def dtype(value: Any, caller: str, *, name: str = "dtype") -> Any:
 
 
 def backend(value: Any, caller: str) -> str | None:
-    if not isinstance(value, str | None) or value not in BACKENDS:
+    if not is_one_of(value, BACKENDS):
         raise ValueError(f"{caller}: backend={value!r}: must be one of {BACKENDS}")
     return value
 

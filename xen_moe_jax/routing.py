@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from xen_moe_jax import _layout, _validate
-from xen_moe_jax._numbers import as_int, plain
+from xen_moe_jax._numbers import as_int, is_one_of, plain
 
 SCORES = ("softmax", "sigmoid")
 FLOOR = 1e-20
@@ -129,6 +129,7 @@ def group_limited_top_k(
     num_experts = given.shape[-1]
     k = _check_int(k, "k", caller, num_experts, "E")
     factor = _check_scale(scale, (given.shape[0], k), caller)
+    _validate.boolean(normalize, "normalize", caller)
     num_groups = _check_int(num_groups, "num_groups", caller, num_experts, "E")
     if num_experts % num_groups:
         raise ValueError(f"{caller}: num_groups={num_groups}: must divide the {num_experts} experts")
@@ -190,6 +191,7 @@ def chosen_weights(
     _validate.names_every_expert(topk_idx, logits.shape[1], caller)
     topk_idx = _layout.sanitize(topk_idx, logits.shape[1])
     factor = _check_scale(scale, topk_idx.shape, caller)
+    normalize = _validate.boolean(normalize, "normalize", caller, optional=True)
     normalize = score == "sigmoid" if normalize is None else normalize
     if _check_number(min_sum, "min_sum", caller) and not (normalize and score == "softmax"):
         raise ValueError(
@@ -369,7 +371,7 @@ def _check(scores: jax.Array, caller: str, name: str, any_tokens: bool = False) 
 
 
 def _check_score(score: Any, caller: str) -> str:
-    if score not in SCORES:
+    if not is_one_of(score, SCORES):
         raise ValueError(f"{caller}: score={score!r}: must be one of {SCORES}")
     return score
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from xen_moe_jax._float8_weight import DTYPE, Float8Weight
+from xen_moe_jax._numbers import array, is_one_of
 from xen_moe_jax.experts import float8
 
 
@@ -35,7 +36,7 @@ def quantize_weights(weights: Any, dtype: str = DTYPE, *, compute_dtype: Any = N
       ValueError: `dtype` is another one.
       TypeError: an array is not floating point or has no three dimensions; weights or `compute_dtype` are quantized.
     """
-    if dtype != DTYPE:
+    if not is_one_of(dtype, (DTYPE,)):
         raise ValueError(f"quantize_weights: dtype={dtype!r}: must be {DTYPE!r}")
     return jax.tree.map(lambda weight: _codes_of(weight, compute_dtype), weights, is_leaf=float8.is_quantized)
 
@@ -46,14 +47,18 @@ def _codes_of(weight: Any, compute_dtype: Any) -> Float8Weight:
             f"quantize_weights: weights hold a {type(weight).__name__}, which is quantized already: leave it out, or "
             "give the array from which it was made"
         )
-    weight = jnp.asarray(weight)
+    weight = array(weight, "quantize_weights", "weights")
     if weight.ndim != 3 or not _is_wide(weight.dtype):
         raise TypeError(
             f"quantize_weights: {weight.dtype}{list(weight.shape)}: must be floating point [L, A, B] of 16 bits or more"
         )
-    dtype = jnp.dtype(compute_dtype or weight.dtype)
-    if not _is_wide(dtype):
-        raise TypeError(f"quantize_weights: compute_dtype={dtype}: must be floating point of 16 bits or more")
+    try:
+        dtype = weight.dtype if compute_dtype is None else jnp.dtype(compute_dtype)
+    except (TypeError, ValueError):  # no dtype
+        dtype = None
+    if dtype is None or not _is_wide(dtype):
+        given = dtype or compute_dtype
+        raise TypeError(f"quantize_weights: compute_dtype={given}: must be floating point of 16 bits or more")
     return float8.codes_of(weight.astype(dtype))
 
 

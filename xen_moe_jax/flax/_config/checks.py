@@ -8,6 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from xen_moe_jax._numbers import is_one_of
+
 
 def require(ok: bool, name: str, value: Any, remedy: str) -> None:
     """Raises ValueError unless `ok`."""
@@ -45,7 +47,7 @@ def require_booleans(config: Any, *names: str) -> None:
 def require_choices(config: Any, name: str, choices: tuple[str, ...]) -> None:
     """Raises ValueError unless the field is one of `choices`."""
     value = getattr(config, name)
-    require(value in choices, name, value, f"must be one of {choices}")
+    require(is_one_of(value, choices), name, value, f"must be one of {choices}")
 
 
 def is_int(value: Any) -> bool:
