@@ -120,7 +120,7 @@ class Conformance:
         if reason := self.excluded.get(case.name) or self.excluded_wires.get(case.wire or ""):
             pytest.skip(reason)
         problem = self.problem(case, routing)
-        results = self.run(problem.body, *problem.operands, axes=case.axes, key=problem.key)
+        results = self.results(problem)
         check_routed(results["routed"], problem.expected, problem.capacity, case)
         expected = problem.expected
         assert_bits(results["rows"], oracle.redispatch(problem.x2, expected), "redispatch", where=expected.specified)
@@ -141,6 +141,24 @@ class Conformance:
                 assert_within_ulp(results[name], out, name, ulp_dtype=ulp)
             else:
                 assert_bits(results[name], out, name)
+
+    def results(self, problem: Problem) -> dict[str, Any]:
+        """Runs all operations of a case in one program."""
+        return self.run(problem.body, *problem.operands, axes=problem.case.axes, key=problem.key)
+
+    def results_one_by_one(self, problem: Problem) -> dict[str, Any]:
+        """Runs each operation of a case in a program of its own. Cases share equal programs, and XLA's passes take more
+        than twice as long for a program of twice the length."""
+        x, idx, weights, y, x2 = problem.operands
+        case, config, axes = problem.case, problem.config, problem.case.axes
+        routed = self.run(problem.dispatch, x, idx, weights, axes=axes, key=("dispatch", problem.key))
+        key = ("redispatch", config, problem.axis_name)
+        out = {"routed": routed, "rows": self.run(problem.redispatch, x2, routed.handle, axes=axes, key=key)}
+        for weighted in problem.combines:
+            combine = functools.partial(problem.combine, weighted=weighted)
+            key = ("combine", weighted, case.wire, config, problem.axis_name)
+            out[f"combined_{weighted}"] = self.run(combine, y, routed.handle, axes=axes, key=key)
+        return out
 
     def problem(self, case: Case, routing: str) -> Problem:
         """Random operands and expected results of one case."""
@@ -534,9 +552,14 @@ class Problem:
         x = self.x if self.scales is None else xm.BlockScaled(self.x, self.scales)
         return x, self.idx, self.weights, self.y, self.x2
 
-    def body(self, x, idx, weights, y, x2) -> dict[str, Any]:
-        case, config = self.case, self.config
-        routed = xm.dispatch(
+    @property
+    def combines(self) -> tuple[bool, ...]:
+        """Values of `weighted`."""
+        return (False,) if self.case.layout == "ranked" else (False, True)
+
+    def dispatch(self, x, idx, weights) -> xm.Routed:
+        case = self.case
+        return xm.dispatch(
             x,
             idx,
             weights,
@@ -547,16 +570,19 @@ class Problem:
             alignment=case.alignment,
             drop=case.drop,
             wire=case.wire,
-            config=config,
+            config=self.config,
         )
-        out = {
-            "routed": routed,
-            "rows": xm.redispatch(x2, routed.handle, config=config),
-            "combined_False": xm.combine(y, routed.handle, weighted=False, wire=case.wire, config=config),
-        }
-        if case.layout != "ranked":
-            out["combined_True"] = xm.combine(y, routed.handle, weighted=True, wire=case.wire, config=config)
-        return out
+
+    def redispatch(self, x2, handle):
+        return xm.redispatch(x2, handle, config=self.config)
+
+    def combine(self, y, handle, weighted: bool):
+        return xm.combine(y, handle, weighted=weighted, wire=self.case.wire, config=self.config)
+
+    def body(self, x, idx, weights, y, x2) -> dict[str, Any]:
+        routed = self.dispatch(x, idx, weights)
+        out = {"routed": routed, "rows": self.redispatch(x2, routed.handle)}
+        return out | {f"combined_{weighted}": self.combine(y, routed.handle, weighted) for weighted in self.combines}
 
 
 class _Keyed:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import itertools
 import zlib
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,7 +43,11 @@ def subsets(num_ranks: int) -> list[np.ndarray]:
 
 
 class Members:
-    """A case on four ranks of `devices`; `check` runs it for one subset. `traces` counts how often it was traced."""
+    """A case on four ranks; `check` runs it for one subset.
+
+    `apart`: each operation is a program of its own, since XLA's passes take more than twice as long for a program of
+    twice the length. `traces` says how often a program was traced, and is the largest such number.
+    """
 
     def __init__(
         self,
@@ -50,9 +58,10 @@ class Members:
         hidden: int,
         exact_weighted: bool = True,
         start_done: bool = True,
+        apart: bool = False,
     ) -> None:
-        self.case, self.config, self.exact_weighted, self.traces = case, config, exact_weighted, 0
-        self.start_done = start_done
+        self.case, self.config, self.exact_weighted = case, config, exact_weighted
+        self.start_done, self._traced = start_done, collections.Counter[int]()
         self.sizes, self.names = ((2, 2), ("node", "gpu")) if case.axes == 2 else ((4,), ("ep",))
         self.mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(self.sizes), self.names)
         self.experts = case.experts(4)
@@ -64,36 +73,57 @@ class Members:
         self.every = self._expected(None)
         self.y = rng.standard_normal((*self.every.specified.shape, hidden)).astype(case.dtype)
         spec = P(self.names)
-        mapped = jax.shard_map(self._body, mesh=self.mesh, in_specs=(spec, P()), out_specs=spec)
-        self._program = jax.jit(mapped)
+        steps = self._steps()
+        self._programs = []
+        for group in [{name: step} for name, step in steps.items()] if apart else [steps]:
+            body = functools.partial(self._body, group, len(self._programs))
+            mapped = jax.shard_map(body, mesh=self.mesh, in_specs=(spec, P(), spec), out_specs=spec)
+            self._programs.append(jax.jit(mapped))
 
-    def _body(self, stacked, active):
-        """Runs all operations on one rank; `y` and the other results are stacked as the conformance class stacks
-        them."""
-        self.traces += 1
-        x, idx, weights, y = jax.tree.map(lambda a: a[0], stacked)
+    @property
+    def traces(self) -> int:
+        return max(self._traced.values())
+
+    def _body(self, steps, number, stacked, active, before):
+        """Runs operations on one rank, with the results of those `before` them; `y` and the other results are stacked
+        as the conformance class stacks them."""
+        self._traced[number] += 1
+        operands, results = jax.tree.map(lambda a: a[0], (stacked, before))
+        for name, step in steps.items():
+            results[name] = step(*operands, active, results)
+        return jax.tree.map(lambda a: a[None], {name: results[name] for name in steps})
+
+    def _steps(self) -> dict[str, Callable[..., Any]]:
+        """Name to an operation of `(x, idx, weights, y, active, results so far)`."""
         options = {"layout": self.case.layout, "capacity": self.case.capacity, "alignment": self.case.alignment}
         options |= {"drop": self.case.drop}
         options |= {"num_experts": self.experts, "axis_name": self.names, "wire": self.case.wire, "config": self.config}
         combining = {"wire": self.case.wire, "config": self.config}
-        routed = xm.dispatch(x, idx, weights, active=active, **options)
-        handle = xm.dispatch(x, idx, weights, **options).handle  # among all ranks
-        results = {
-            "routed": routed,
-            "combine": xm.combine(y, routed.handle, weighted=False, **combining),
-            "redispatch": xm.redispatch(x, routed.handle, config=self.config),
-            "combine without": xm.combine(y, handle, weighted=False, active=active, **combining),
-            "redispatch without": xm.redispatch(x, handle, active=active, config=self.config),
+        steps = {
+            "routed": lambda x, idx, w, y, active, _: xm.dispatch(x, idx, w, active=active, **options),
+            # among all ranks
+            "handle": lambda x, idx, w, y, active, _: xm.dispatch(x, idx, w, **options).handle,
+            "combine": lambda x, idx, w, y, active, r: xm.combine(y, r["routed"].handle, weighted=False, **combining),
+            "redispatch": lambda x, idx, w, y, active, r: xm.redispatch(x, r["routed"].handle, config=self.config),
+            "combine without": lambda x, idx, w, y, active, r: xm.combine(
+                y, r["handle"], weighted=False, active=active, **combining
+            ),
+            "redispatch without": lambda x, idx, w, y, active, r: xm.redispatch(
+                x, r["handle"], active=active, config=self.config
+            ),
         }
         if self.case.layout != "ranked":
-            results["weighted"] = xm.combine(y, routed.handle, weighted=True, **combining)
+            steps["weighted"] = lambda x, idx, w, y, active, r: xm.combine(
+                y, r["routed"].handle, weighted=True, **combining
+            )
         if self.start_done:
-            flight = xm.dispatch_start(x, idx, weights, active=active, **options)
-            landed = xm.dispatch_done(flight)
-            results["start and done"] = landed
-            flight = xm.combine_start(y, landed.handle, weighted=False, **combining)
-            results["combine by start and done"] = xm.combine_done(flight)
-        return jax.tree.map(lambda a: a[None], results)
+            steps["start and done"] = lambda x, idx, w, y, active, _: xm.dispatch_done(
+                xm.dispatch_start(x, idx, w, active=active, **options)
+            )
+            steps["combine by start and done"] = lambda x, idx, w, y, active, r: xm.combine_done(
+                xm.combine_start(y, r["start and done"].handle, weighted=False, **combining)
+            )
+        return steps
 
     def _expected(self, active: np.ndarray | None) -> oracle.Dispatched:
         wire, scale_format = self.case.wire_parts
@@ -115,7 +145,10 @@ class Members:
         """Checks every result for this subset, bit for bit."""
         stacked = jax.device_put((self.x, self.idx, self.weights, self.y), NamedSharding(self.mesh, P(self.names)))
         placed = jax.device_put(active, NamedSharding(self.mesh, P()))
-        results = jax.tree.map(np.asarray, self._program(stacked, placed))
+        results: dict[str, Any] = {}
+        for program in self._programs:
+            results |= program(stacked, placed, results)
+        results = jax.tree.map(np.asarray, results)
         expected, without = self._expected(active), oracle.without(self.every, active)
         wire, scale_format = self.case.wire_parts
         combining = {"wire": wire, "scale_format": scale_format, "axis_sizes": self.sizes}

@@ -103,23 +103,31 @@ def main(name: str, mode: str) -> None:
     weights = rng.random((ranks * tokens, top_k)).astype(np.float32)
     mesh = jax.make_mesh((ranks,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
 
-    def program(config):
-        def body(x, idx, weights):
+    def operations(config):
+        """Results of a dispatch, then of a combine: a program each, so that a bug shows before the second is there."""
+
+        def dispatch(x, idx, weights):
             routed = xm.dispatch(x, idx, weights, num_experts=experts, axis_name="ep", config=config)
             live = jnp.arange(routed.x.shape[0]) < jnp.sum(routed.group_sizes)
-            rows = jnp.where(live[:, None], routed.x, 0)
-            return rows, xm.combine(rows, routed.handle, config=config)
+            return jnp.where(live[:, None], routed.x, 0), jax.tree.map(lambda a: a[None], routed.handle)
 
-        return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+        def combine(rows, handle):
+            return xm.combine(rows, jax.tree.map(lambda a: a[0], handle), config=config)
+
+        def run(body, *operands):
+            mapped = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+            return jax.block_until_ready(jax.jit(mapped)(*operands))
+
+        rows, handle = run(dispatch, x, idx, weights)
+        yield rows
+        yield run(combine, rows, handle)
 
     interpret = pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True)
-    expected = program(xm.KernelConfig(backend="reference"))(x, idx, weights)
-    actual = program(xm.KernelConfig(backend="pallas", interpret=interpret, block_tokens=8, mode="throughput"))(
-        x, idx, weights
-    )
-    for what, a, b in zip(("dispatch", "combine"), actual, expected, strict=True):
-        if not np.array_equal(np.asarray(a), np.asarray(b)):
-            print(f"WRONG {what}")
+    ours = xm.KernelConfig(backend="pallas", interpret=interpret, block_tokens=8, mode="throughput")
+    both = zip(operations(ours), operations(xm.KernelConfig(backend="reference")), strict=True)
+    for what, (actual, expected) in zip(("dispatch", "combine"), both, strict=True):
+        if not np.array_equal(np.asarray(actual), np.asarray(expected)):
+            print(f"WRONG {what}", flush=True)
     print("FINISHED", flush=True)
 
 
