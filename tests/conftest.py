@@ -30,6 +30,7 @@ from tests.support.thorough import SLOW, THOROUGH, is_in, not_there  # noqa: E40
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=25, print_blob=True)
 hypothesis.settings.load_profile("suite")
 
+TESTS = pathlib.Path(__file__).parent
 LONGEST = (
     "pallas/test_interpret.py",
     "::test_readme_example_runs",
@@ -145,8 +146,19 @@ def pytest_addoption(parser):
     parser.addoption("--share", type=int, metavar="N", help="of every selected test one case in N, and the first")
 
 
+def pytest_ignore_collect(collection_path, config):
+    """A share has no test of these files: nor do they have to be imported, which takes longest for tests of GPUs."""
+    place = collection_path.relative_to(TESTS).as_posix() if collection_path.is_relative_to(TESTS) else ""
+    return True if config.option.share and place and f"{place}/".startswith(selections.OF_ONE_JAX) else None
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    for mark in ("optimized", "thorough"):  # as the tests themselves have it: the table is not read yet
+        marked = {item.path for item in items if item.get_closest_marker(mark)}
+        unsaid = [str(path) for path in marked if f"mark.{mark}" not in path.read_text()]
+        if unsaid:
+            raise pytest.UsageError(f"tools/run_tests.sh finds the marker `{mark}` by its text, not there: {unsaid}")
     for item in items:
         if is_in(THOROUGH, item.nodeid):
             item.add_marker(pytest.mark.thorough)
@@ -154,10 +166,6 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.slow)
         for mark in selections.marks(item.nodeid):
             item.add_marker(mark)
-    optimized = {item.path for item in items if item.get_closest_marker("optimized")}
-    unsaid = [str(path) for path in optimized if "mark.optimized" not in path.read_text()]
-    if unsaid:
-        raise pytest.UsageError(f"tools/run_tests.sh finds the marker `optimized` by its text, not there: {unsaid}")
     items.sort(key=lambda item: not any(name in item.nodeid for name in LONGEST))
     if config.args == config.getini("testpaths"):  # the whole suite: the table can be compared with it
         missing = not_there([item.nodeid for item in items])
