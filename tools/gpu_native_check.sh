@@ -25,7 +25,7 @@ options=("$target" -lineinfo -Xcompiler "-Wall,-Wextra,-ffp-contract=off")
 rm -rf "$BUILD/kernels"
 JOBS=64 timeout -k 5 150 tools/build_kernels.sh "$BUILD/kernels" "${options[@]}" >"$OUT/native_build.log" 2>&1 &
 pids=($!)
-for source in tests/native/{world,scenarios,members,rings,wide,harness,nodes/nodes}.cu; do
+for source in tests/native/{world,scenarios,members,rings,wide,alone,balance,harness,nodes/nodes}.cu; do
   object=$BUILD/$(basename "$source").o
   case $source in *nodes*) ;; *) objects+=("$object") ;; esac
   timeout -k 5 150 "$NVCC" -std=c++17 -O3 "${options[@]}" -I. -c "$source" -o "$object" >"$object.log" 2>&1 &

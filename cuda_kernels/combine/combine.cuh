@@ -5,8 +5,9 @@
 // added in ascending rank order and rounded to the output. This rank's own partial row is summed in place and never
 // staged. Who does it: the first `push_blocks` blocks reduce and push, the other blocks sum what has arrived; a block
 // that has finished pushing joins the summing. Who waits for whom: reducing waits for no rank; summing waits for a flag
-// per (expert rank, token, part). Every rank in a token's topk_idx sends one partial row, even if all its rows were
-// dropped, so topk_idx determines which flags to wait for. An inactive rank sends none and gets none. The resident
+// per (expert rank, token, part), and a warp whose flag is not up yet leaves this rank's partial row in the output and
+// goes on with other tokens (SumOrDefer). Every rank in a token's topk_idx sends one partial row, even if all its rows
+// were dropped, so topk_idx determines which flags to wait for. An inactive rank sends none and gets none. The resident
 // blocks push all rows before they wait (claims.cuh). Positions are checked before they become addresses. Memory order:
 // as in dispatch.cuh. Multiply and add are rounded separately: __fmul_rn, __fadd_rn.
 #pragma once
@@ -23,11 +24,16 @@
 
 namespace xen_moe::XEN_MOE_VARIANT {
 
+// Tokens of a warp whose staged rows had not arrived when their turn came: in the output is this rank's partial row,
+// rounded, if it has one.
+constexpr int kDeferred = 8;
+
 struct CombineShared {
   Running run;
   int rows[kWarps][kMaxSlots];        // rows of y to add, in slot order
   float weights[kWarps][kMaxSlots];   // their weights
   RankIndex sources[kWarps][kRanks];  // ranks that send a partial row of the current token, ascending
+  int deferred[kWarps][kDeferred];    // items of summing, oldest first from a place that moves round; ~item: no own row
   SignalBox signals;
 };
 
@@ -255,10 +261,10 @@ __device__ __forceinline__ void LoadPartial(const CombineParams& p, const char* 
   }
 }
 
-// out = sum over `ranks`, ascending, of staged rows and of the rows that this rank holds (rounded to the wire
+// out = sum over `ranks`, ascending, of staged rows and of the listed rows of `y`, this rank's (rounded to the wire
 // together).
 template <class Y, int kSteps>
-__device__ __forceinline__ void StreamPartials(const CombineParams& p, CombineShared& shared, char* ring,
+__device__ __forceinline__ void StreamPartials(const CombineParams& p, CombineShared& shared, char* ring, const Y* y,
                                                const RankMask& ranks, int own, int token, int begin, int end, Y* out) {
   const Routing& r = p.routing;
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
@@ -269,7 +275,6 @@ __device__ __forceinline__ void StreamPartials(const CombineParams& p, CombineSh
     if (Holds(staged, rank)) shared.sources[warp][CountRanks(staged & RanksBelow(rank))] = rank;
   });
   __syncwarp();
-  const Y* y = static_cast<const Y*>(p.y);
   auto row_of = [&](int i) {
     if (i >= first_own && i < first_above) return y + static_cast<int64_t>(shared.rows[warp][i - first_own]) * r.hidden;
     const int rank = shared.sources[warp][i < first_own ? i : i - own];
@@ -358,19 +363,77 @@ __device__ __forceinline__ void StreamChunks(const CombineParams& p, CombineShar
 }
 
 // Waits until every other rank of `ranks` has sent its part of the token. All lanes call it; false if the group has
-// failed.
+// failed. `waits`: false to look once, and to return whether they have.
 __device__ __forceinline__ bool AwaitPartials(const CombineParams& p, const CombineShared& shared,
-                                              const RankMask& ranks, int token, int part, uint32_t epoch) {
+                                              const RankMask& ranks, int token, int part, uint32_t epoch,
+                                              bool waits = true) {
   bool arrived = true;
   ForEachOwnRank(threadIdx.x & 31, p.routing.ranks, [&](int rank) {
     if (!arrived || !Holds(ranks, rank) || rank == p.routing.rank) return;
     const char* half = shared.run.half[p.routing.rank];
-    const uint32_t* flags = reinterpret_cast<const uint32_t*>(half + p.staging.row_flags);
-    arrived = WaitFlag(flags + PartialFlagIndex(p, rank, token, part), shared.run, epoch, Step::kRows, rank);
+    const uint32_t* flag =
+        reinterpret_cast<const uint32_t*>(half + p.staging.row_flags) + PartialFlagIndex(p, rank, token, part);
+    arrived = waits ? WaitFlag(flag, shared.run, epoch, Step::kRows, rank) : LoadAcquireSystem(flag) == epoch;
   });
   arrived = __all_sync(0xFFFFFFFFu, arrived);
   __syncwarp();  // all lanes may read what one lane has acquired
   return arrived;
+}
+
+// Sums as SumPartials does, for a native wire and rows of a multiple of kOctet elements within a node. A warp waits
+// only when it has no other token left or kDeferred tokens whose rows have not arrived.
+template <class Y, int kSteps>
+__device__ __forceinline__ void SumOrDefer(const CombineParams& p, CombineShared& shared, char* ring, uint32_t epoch) {
+  const Routing& r = p.routing;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, items = r.tokens * p.schedule.parts;
+  Claims claims(&shared.run.control->claimed[static_cast<int>(Work::kPlace)], items,
+                items <= static_cast<int>(gridDim.x) * kWarps);
+  int* const deferred = shared.deferred[warp];
+  uint32_t first = 0, count = 0;
+  for (int item = claims.First();;) {
+    const bool looks = count > 0, waits = looks && (item >= items || count == kDeferred);
+    const int oldest = looks ? deferred[first % kDeferred] : 0;
+    const bool has_own = oldest >= 0;
+    int now = has_own ? oldest : ~oldest, token = now / p.schedule.parts, part = now % p.schedule.parts;
+    RankMask ranks = NoRanks();
+    bool finishes = false;
+    if (looks) {
+      ranks = RanksOf(p.topk_idx, token, r, shared.run.active);
+      finishes = AwaitPartials(p, shared, ranks, token, part, epoch, waits);
+      if (waits && !finishes) return;
+    }
+    if (!finishes && item >= items) return;
+    const Y* y = static_cast<const Y*>(p.out);
+    int own = 0;
+    bool defers = false;
+    __syncwarp();
+    if (finishes) {
+      own = has_own ? 1 : 0;
+      if (lane == 0) shared.rows[warp][0] = token, shared.weights[warp][0] = 1.0f;
+      ++first, --count;
+      __syncwarp();
+    } else {
+      now = item, token = now / p.schedule.parts, part = now % p.schedule.parts;
+      ranks = RanksOf(p.topk_idx, token, r, shared.run.active);
+      own = GatherRows(p, shared, r.rank, token).count;
+      y = static_cast<const Y*>(p.y);
+      defers = !AwaitPartials(p, shared, ranks, token, part, epoch, false);
+      item = claims.Next();
+    }
+    if (defers) ranks = ranks & OneRank(r.rank);
+    if (!defers || own > 0) {
+      const int begin = min(r.hidden, part * p.schedule.part_elements);
+      const int end = min(r.hidden, begin + p.schedule.part_elements);
+      Y* out = static_cast<Y*>(p.out) + static_cast<int64_t>(token) * r.hidden;
+      StreamPartials<Y, kSteps>(p, shared, ring, y, ranks, own, token, begin, end, out);
+    }
+    if (defers) {
+      if (lane == 0) deferred[(first + count) % kDeferred] = own > 0 ? now : ~now;
+      ++count;
+      __threadfence_block();  // each lane reads back by cp.async what it has stored
+      __syncwarp();
+    }
+  }
 }
 
 // kGeneral: every hidden size, and two axes: partial rows are added inside each node first, rounded to the wire, and
@@ -393,7 +456,8 @@ __device__ __forceinline__ void SumPartials(const CombineParams& p, CombineShare
     const int end = min(r.hidden, begin + p.schedule.part_elements);
     Y* out = static_cast<Y*>(p.out) + static_cast<int64_t>(token) * r.hidden;
     if constexpr (kWire == WireType::kNative && !kGeneral) {
-      StreamPartials<Y, kSteps>(p, shared, ring, ranks, own.count, token, begin, end, out);
+      const Y* y = static_cast<const Y*>(p.y);
+      StreamPartials<Y, kSteps>(p, shared, ring, y, ranks, own.count, token, begin, end, out);
     } else if constexpr (!kGeneral) {
       StreamChunks<Y, kWire, kSteps>(p, shared, ring, ranks, own.count, token, begin, end, out);
     } else
@@ -477,6 +541,8 @@ __global__ void __launch_bounds__(kThreads, 1) CombineKernel(const __grid_consta
     PushPartials<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, epoch);
     if constexpr (kRings) {
       SumInRounds<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, epoch);
+    } else if constexpr (kWire == WireType::kNative && !kGeneral) {
+      SumOrDefer<Y, kSteps>(p, shared, ring, epoch);
     } else {
       SumPartials<Y, kWire, kSteps, kGeneral>(p, shared, ring, vector, epoch);
     }

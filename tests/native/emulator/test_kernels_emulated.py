@@ -107,7 +107,7 @@ RING_FAULTS = {
     ),
     "no-partial": (
         "combine/combine.cuh",
-        "arrived = WaitFlag(flags + PartialFlagIndex(p, rank, token, part), shared.run, epoch, Step::kRows, rank);",
+        "arrived = waits ? WaitFlag(flag, shared.run, epoch, Step::kRows, rank) : LoadAcquireSystem(flag) == epoch;",
         "arrived = true;",
     ),
 }

@@ -18,7 +18,7 @@ from xen_moe_jax.backends.cuda import module
 
 DEFAULT_SMS = 64
 TWO_RANKS_SMS = 96
-"""SMs of a large dispatch on two ranks, where half of all rows never cross the link (docs/lab/layers.md)."""
+"""SMs of a large dispatch or combine on two ranks, where half of all rows never cross the link (docs/lab/layers.md)."""
 QUANTIZING_SMS = 96
 """SMs of an operation that quantizes a large batch: arithmetic, not the link, limits it."""
 ASYNC_SMS = 24
@@ -239,19 +239,20 @@ def combine(
     spec: Spec, hidden: int, config: KernelConfig, sms: int, *, wire: Wire | None = None, low_latency: bool = False
 ) -> Schedule:
     """Schedules a combine. With 4 ranks, the blocks that reduce and push read three quarters of the rows, and the
-    blocks that sum read the arrived rows and the own quarter. Half of the blocks push on two ranks, where they read
-    half of the rows, and where a large batch is on a quantized wire, because they quantize.
+    blocks that sum read the arrived rows and the own quarter. Of a large batch on two ranks a third of the blocks push,
+    which the link suffices for, and on a quantized wire half of them, because they quantize.
 
     The arguments are those of `dispatch`.
     """
     if low_latency:
         return _low_latency(spec, config, sms, combine=True)
-    quantizes = wire is not None and spec.num_tokens > SMALL_TOKENS
-    count = blocks(config, sms, QUANTIZING_SMS if quantizes else DEFAULT_SMS)
+    large, two = spec.num_tokens > SMALL_TOKENS, spec.num_ranks == 2
+    quantizes = wire is not None and large
+    count = blocks(config, sms, QUANTIZING_SMS if quantizes else TWO_RANKS_SMS if two and large else DEFAULT_SMS)
     items = (spec.num_ranks - 1) * spec.num_tokens or spec.num_tokens
     small = items <= 4 * count * module.compiled().warps
     usual = max(count * 3 // 8, min(16, count * 5 // 8))
-    push = count // 2 if small or spec.num_ranks == 2 else usual
+    push = max(count // 3, min(16, count // 2)) if two and large else count // 2 if small else usual
     if quantizes:
         push = max(push, count // 2)
     push = _within(push, count)
