@@ -311,3 +311,26 @@ class TestWithoutSixtyFourBits:
             engine.publish("p", np.arange(4, dtype=np.int64))
             with pytest.raises(xt.TransferRefused, match="jax_enable_x64"):
                 sender.read(peer["p"])
+
+
+def test_an_engine_asks_again_when_the_other_one_gives_up_its_own_connection():
+    """The engine of the lower identity refuses the other one while it connects itself. Its own connection may fail."""
+    with xt.Engine(name="a", token="t") as first, xt.Engine(name="b", token="t") as second:
+        low, high = sorted((first, second), key=lambda engine: engine.identity)
+        with low._core.lock:
+            low._opening.add(high.identity)
+        given_up = threading.Timer(0.3, low._opening.discard, [high.identity])
+        given_up.start()
+        begun = time.monotonic()
+        assert high.connect(low.descriptor, timeout=30).name == low.name
+        assert 0.2 < time.monotonic() - begun < 10
+        given_up.join()
+
+
+def test_an_engine_connects_to_no_second_peer_of_one_name():
+    with xt.Engine(name="a", token="t") as engine:
+        with xt.Engine(name="twin", token="t") as first, xt.Engine(name="twin", token="t") as second:
+            found = engine.connect(first.descriptor)
+            with pytest.raises(xt.TransferRefused, match="names must be unique"):
+                engine.connect(second.descriptor)
+            assert engine.peers == {"twin": found} and not second.peers

@@ -6,6 +6,7 @@ The engine's thread drives pending transfers, and so do callers of the API while
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import itertools
 import json
@@ -21,7 +22,7 @@ from xen_moe_jax.transfer import _channel, _process
 from xen_moe_jax.transfer._checks import as_int, check_name, deadline
 from xen_moe_jax.transfer._core import Core
 from xen_moe_jax.transfer._counter import Imm, ImmCounter, check_imm
-from xen_moe_jax.transfer._errors import TransferError, TransferRefused, about
+from xen_moe_jax.transfer._errors import TransferError, TransferRefused, TransferTimeout, about
 from xen_moe_jax.transfer._jobs import write_job
 from xen_moe_jax.transfer._loop import Loop
 from xen_moe_jax.transfer._messages import Mailbox, check_peer
@@ -37,6 +38,8 @@ from xen_moe_jax.transfer._wire import Wire
 BACKENDS = ("auto", "ucx")
 COMES = "it connects to this engine itself"
 """The reason of a refusal: when two engines connect to each other at once, that of the lower identity refuses."""
+ASK_AGAIN_S = 0.2
+"""Seconds after such a refusal in which the other engine's connection may come, before this one connects again."""
 
 _never_released: list[Generation] = []
 """Memory that a peer which was cut off may still address: it is kept until this process ends."""
@@ -184,21 +187,23 @@ class Engine:
             core.wait(state, until - time.monotonic(), lambda: text_of, "connect")
 
         core = self._core
-        settle(is_ours_to_open)
-        if found:
-            return found[-1]
-        try:
-            return self._join(*_channel.open_channel(address, key, self._hello(), identity, until))
-        except TransferRefused as refused:  # also where the other engine connects to this one at the same time
-            comes = COMES in str(refused)
-            settle(lambda: connected() or not (comes or identity in self._admitting))
-            if not found:
-                raise
-            return found[-1]
-        finally:
-            with core.lock:
-                self._opening.discard(identity)
-                core.changed.notify_all()
+        while True:
+            settle(is_ours_to_open)
+            if found:
+                return found[-1]
+            try:
+                self._check_name(text["name"])
+                return self._join(*_channel.open_channel(address, key, self._hello(), identity, until))
+            except TransferRefused as refused:  # also where the other engine connects to this one at the same time
+                settle(lambda: connected() or identity not in self._admitting)
+                if not found and COMES not in str(refused):
+                    raise
+            finally:
+                with core.lock:
+                    self._opening.discard(identity)
+                    core.changed.notify_all()
+            with contextlib.suppress(TransferTimeout):  # ask again: the other engine may have given up
+                core.wait(connected, min(ASK_AGAIN_S, until - time.monotonic()), lambda: "connect", "connect")
 
     @property
     def peers(self) -> dict[str, Peer]:
@@ -466,13 +471,21 @@ class Engine:
         if self._core.closing:
             return f"the engine {self.name!r} is closed"
         if (name := hello.get("name")) in self.peers:
-            return (
-                f"a peer named {name!r} is connected to {self.name!r} already; names must be unique. If the new one "
-                f"replaces one that is stopped or hangs, first call engine.peer({name!r}).close() in {self.name!r}"
-            )
+            return self._name_in_use(name)
         if (identity := str(hello.get("identity"))) in self._opening and self.identity < identity:
             return COMES
         return None
+
+    def _name_in_use(self, name: Any) -> str:
+        return (
+            f"a peer named {name!r} is connected to {self.name!r} already; names must be unique. If the new one "
+            f"replaces one that is stopped or hangs, first call engine.peer({name!r}).close() in {self.name!r}"
+        )
+
+    def _check_name(self, name: str) -> None:
+        """Raises TransferRefused if a peer has this name."""
+        if name in self.peers:
+            raise TransferRefused(f"connect to {name!r}: {self._name_in_use(name)}", peer=name, request="connect")
 
     def _greet(self, connection: socket.socket, until: float) -> None:
         """Performs the handshake with a client, and makes it a peer."""
@@ -495,7 +508,12 @@ class Engine:
     def _join(self, channel: _channel.Channel, hello: dict) -> Peer:
         core = self._core
         with core.lock:
-            core.check_open("connect")
+            try:
+                core.check_open("connect")
+                self._check_name(hello["name"])
+            except TransferRefused:
+                channel.close()
+                raise
             link = core.wire.connect(base64.b64decode(hello["wire"]))
             peer = Peer(core, next(self._peer_numbers), channel, link, hello, self._on_lost, self._disconnect)
             self._peers.append(peer)
