@@ -257,6 +257,8 @@ def ragged_all_to_all(
             )
         if not jnp.issubdtype(value.dtype, jnp.integer):
             raise TypeError(f"{caller}: {name} has dtype {value.dtype}: must be an integer dtype")
+        if jnp.iinfo(value.dtype).max > _validate.LARGEST:  # no row has such a number, whatever its low 32 bits name
+            value = jnp.clip(value, max(jnp.iinfo(value.dtype).min, -_validate.LARGEST), _validate.LARGEST)
         offsets.append(value.astype(jnp.int32))
     operand, wrap = _data(operand)
     output, _ = _data(output)

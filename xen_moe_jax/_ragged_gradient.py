@@ -51,8 +51,10 @@ def transpose(
     overlap = lax.pmax(_segments_overlap(input_offsets, send_sizes).astype(jnp.int32), axis_name)
     operand_ct = lax.cond(overlap > 0, peer_by_peer, all_at_once)
 
-    row = jnp.arange(cotangent.shape[0], dtype=jnp.int32)[:, None]
-    overwritten = jnp.any((row >= landed[None]) & (row < (landed + recv_sizes)[None]), axis=1)
+    number = jnp.arange(cotangent.shape[0], dtype=jnp.int32)[:, None] - landed[None]  # of a row, in each segment
+    source = came_from[None] + number
+    came = (number >= 0) & (number < recv_sizes[None]) & (source >= 0) & (source < operand_shape[0])
+    overwritten = jnp.any(came, axis=1)
     overwritten = overwritten.reshape(-1, *[1] * (cotangent.ndim - 1))
     return operand_ct, jnp.where(overwritten, jnp.zeros((), cotangent.dtype), cotangent)
 
@@ -60,7 +62,8 @@ def transpose(
 def _segments_overlap(offsets: jax.Array, sizes: jax.Array) -> jax.Array:
     by_offset = jnp.argsort(jnp.where(sizes > 0, offsets, jnp.iinfo(jnp.int32).max))
     start, size = offsets[by_offset], sizes[by_offset]
-    end = lax.cummax(jnp.where(size > 0, start + size, jnp.iinfo(jnp.int32).min))
+    most = jnp.iinfo(jnp.int32).max - jnp.maximum(start, 0)  # for a sum that int32 holds
+    end = lax.cummax(jnp.where(size > 0, start + jnp.minimum(size, most), jnp.iinfo(jnp.int32).min))
     return jnp.any((size[1:] > 0) & (start[1:] < end[:-1]))
 
 

@@ -17,18 +17,20 @@ struct Message {
   int units;
 };
 
-// Returns the message from this rank to `target`, and sets `first` to its first unit in the operand. A message with a
-// size or an offset outside the operand has no units.
+// Returns the message from this rank to `target`, and sets `first` to its first unit in the operand. Units that lie
+// outside this rank's operand, or would lie outside the target's output, which is as large as this rank's, are left out.
 __device__ __forceinline__ Message Outgoing(const ExchangeParams& p, int target, uint64_t* first) {
   if (!p.send_sizes) {
     const int units = static_cast<int>(p.operand_units / p.ranks);
     *first = static_cast<uint64_t>(target) * units;
     return {p.rank * units, units};
   }
-  const int64_t begin = p.input_offsets[target], units = p.send_sizes[target];
-  *first = static_cast<uint64_t>(begin);
-  const bool inside = begin >= 0 && units >= 0 && begin + units <= static_cast<int64_t>(p.operand_units);
-  return {p.output_offsets[target], inside ? static_cast<int>(units) : 0};
+  const int64_t begin = p.input_offsets[target], to = p.output_offsets[target];
+  const int64_t left_out = max(int64_t{0}, max(-begin, -to));
+  const int64_t room = min(static_cast<int64_t>(p.operand_units) - begin, static_cast<int64_t>(p.output_units) - to);
+  const int64_t units = min(static_cast<int64_t>(p.send_sizes[target]), room) - left_out;
+  *first = static_cast<uint64_t>(begin + left_out);
+  return {static_cast<int>(to + left_out), units > 0 ? static_cast<int>(units) : 0};
 }
 // Returns whether a message lies inside this rank's output.
 __device__ __forceinline__ bool Fits(const ExchangeParams& p, const Message& m) {

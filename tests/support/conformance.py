@@ -514,6 +514,30 @@ class Conformance:
         out = self.run(body, *operands, key=("ragged", trailing, dtype, self.config))
         assert_bits(out, oracle.ragged_all_to_all(*operands), "ragged_all_to_all")
 
+    def test_rows_outside_are_left_out_of_a_ragged_all_to_all(self):
+        """Segments that begin before the operand or the output, or end behind them; and their gradients."""
+        self.needs_exchange()
+        ranks, last = self.num_ranks, 2**31 - 1
+        operand, output, *segments = ragged_operands(np.random.default_rng(13), ranks, "empty", (128,), "float32")
+        begin, sizes, to, recv = segments
+        cases = ((-1, 3, 0), (operand.shape[1] - 1, last, 2), (0, 3, output.shape[1] - 1), (last, last, 0), (0, 4, -2))
+        for source in range(ranks):
+            dest = (source + 1) % ranks
+            begin[source, dest], sizes[source, dest], to[source, dest] = cases[source % len(cases)]
+        recv[:] = sizes.T
+
+        def body(operand, output, *segments):
+            exchange = lambda a, b: xm.ragged_all_to_all(a, b, *segments, axis_name="ep", config=self.config)  # noqa: E731
+            out, back = jax.vjp(exchange, operand, output)
+            return out, *back(jnp.ones_like(out))
+
+        out, operand_ct, output_ct = self.run(body, operand, output, *segments)
+        assert_bits(out, oracle.ragged_all_to_all(operand, output, *segments), "ragged_all_to_all")
+        zeros, ones = np.zeros_like(output), np.ones_like(operand)
+        assert_bits(output_ct, 1 - oracle.ragged_all_to_all(ones, zeros, *segments), "the gradient of the output")
+        returned = oracle.ragged_all_to_all(zeros + 1, ones * 0, to.T, recv, begin.T, sizes)
+        assert_bits(operand_ct, returned, "the gradient of the operand")
+
     def test_ragged_all_to_all_in_segments(self):
         """Three segments for each peer, one of them empty."""
         self.needs_exchange()

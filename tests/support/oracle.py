@@ -508,7 +508,9 @@ def ragged_all_to_all(
         for me, source in enumerate(group):
             for i in range(input_offsets.shape[1]):
                 dest, j = group[i // slices], me * slices + i % slices
-                size, at, to = send_sizes[source, i], input_offsets[source, i], output_offsets[source, i]
+                size, at, to = (int(a[source, i]) for a in (send_sizes, input_offsets, output_offsets))
                 assert recv_sizes[dest, j] == size, "send_sizes and recv_sizes disagree"
-                result[dest, to : to + size] = operand[source, at : at + size]
+                first, end = max(0, -at, -to), min(size, operand.shape[1] - at, output.shape[1] - to)
+                if first < end:  # rows outside of either are left out
+                    result[dest, to + first : to + end] = operand[source, at + first : at + end]
     return result

@@ -26,7 +26,7 @@ def all_to_all(exchange: Exchange, x: jax.Array) -> jax.Array:
 
 
 def ragged_all_to_all(exchange: Exchange, operand: jax.Array, output: jax.Array, *segments: jax.Array) -> jax.Array:
-    """Computes `jax.lax.ragged_all_to_all`. No offset makes it read or write past the end of `operand` or `output`."""
+    """Computes `jax.lax.ragged_all_to_all`; it neither reads nor writes rows outside `operand` or `output`."""
     input_offsets, send_sizes, output_offsets, recv_sizes = segments
     axis_name, groups = exchange.axis_name, exchange.groups
     ranks = send_sizes.shape[0]
@@ -38,12 +38,13 @@ def ragged_all_to_all(exchange: Exchange, operand: jax.Array, output: jax.Array,
     def to_peers(a):
         return _ranks.all_to_all(a.reshape(ranks, 1), axis_name, axis_index_groups=groups).reshape(ranks)
 
-    first = to_peers(output_offsets)
-    count = jnp.minimum(recv_sizes, to_peers(send_sizes))
-    largest_pair = _ranks.largest(jnp.clip(jnp.max(send_sizes), 0, longest), axis_name)
+    begin, to, sizes = _inside(input_offsets, output_offsets, send_sizes, longest, output.shape[0])
+    first = to_peers(to)
+    count = jnp.minimum(recv_sizes, to_peers(sizes))
+    largest_pair = _ranks.largest(jnp.max(sizes), axis_name)
 
     def produce(first_row):
-        row = input_offsets[:, None] + first_row + jnp.arange(block, dtype=jnp.int32)
+        row = begin[:, None] + first_row + jnp.arange(block, dtype=jnp.int32)
         return ops.take(operand, jnp.clip(row, 0, longest - 1))
 
     received = rounds.exchange(
@@ -56,6 +57,19 @@ def ragged_all_to_all(exchange: Exchange, operand: jax.Array, output: jax.Array,
     )
     row = jnp.arange(received.shape[1], dtype=jnp.int32)
     target = first[:, None] + row
-    valid = (row < count[:, None]) & (target >= 0) & (target < output.shape[0])
-    target = jnp.where(valid, target, output.shape[0]).reshape(-1)
+    target = jnp.where(row < count[:, None], target, output.shape[0]).reshape(-1)
     return output.at[target].set(received.reshape(-1, *received.shape[2:]), mode="drop")
+
+
+def _inside(begin: jax.Array, to: jax.Array, sizes: jax.Array, rows: int, out_rows: int) -> tuple[jax.Array, ...]:
+    """Leaves out the rows of each segment that lie outside the operand of `rows` rows, or would lie outside the peer's
+    output. Returns the segments' offsets in both, and their sizes."""
+    skipped = -jnp.clip(jnp.minimum(begin, to), -(2**31) + 1, 0)
+
+    def moved(offset: jax.Array) -> jax.Array:  # no sum of the two is below 0 or has more than 32 bits
+        return offset.astype(jnp.uint32) + skipped.astype(jnp.uint32)
+
+    begin, to = jnp.minimum(moved(begin), rows), jnp.minimum(moved(to), out_rows)
+    room = jnp.minimum(rows - begin, out_rows - to).astype(jnp.int32)
+    sizes = jnp.clip(jnp.maximum(sizes, 0) - skipped, 0, room)
+    return begin.astype(jnp.int32), to.astype(jnp.int32), sizes
