@@ -63,7 +63,7 @@ THOROUGH = (
     # the kernels on host threads: 14 to 43 s each; the other scenarios stay
     "native/emulator/test_kernels_emulated.py::test_scenario[graphs-2-2-64-15]",
     "native/emulator/test_kernels_emulated.py::test_a_fault_in_the_sets_of_many_ranks_is_seen",
-    "native/emulator/test_kernels_emulated.py::test_rounds_of_many_ranks[18-3-40]",
+    "native/emulator/test_kernels_emulated.py::test_rounds_of_many_ranks[18-3-10]",
     "native/emulator/test_kernels_emulated.py::test_a_fault_in_the_rings_is_seen[no-credit]",
     "native/emulator/test_kernels_emulated.py::test_a_wait_for_rows_that_is_hidden_is_seen",
     "native/emulator/test_kernels_emulated.py::test_a_fault_in_a_kernel_is_seen[missing-wait]",

@@ -82,7 +82,7 @@ def rings(program, ranks, multiprocessors, calls=0):
     "ranks, multiprocessors, calls",
     [
         (17, 1, 0),
-        (18, 3, 40),
+        (18, 3, 10),
         pytest.param(18, 1, 100, marks=pytest.mark.slow),
         pytest.param(33, 3, 0, marks=pytest.mark.slow),
     ],
