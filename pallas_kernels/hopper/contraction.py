@@ -1,4 +1,8 @@
-"""The gradient of a grouped matmul's weights: of each group the rows, transposed, times its other rows."""
+"""The gradient of a grouped matmul's weights: of each group the rows, transposed, times its other rows.
+
+A tile takes as long as its group has rows. So the tiles of the largest groups are computed first: thread blocks then
+end together, above all where they claim their tiles.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from xen_moe_jax.pallas_kernels.hopper import claims, gather, ring
-from xen_moe_jax.pallas_kernels.hopper.tiles import COMPUTE_WARPGROUPS, ROW_ALIGNMENT, Tiles, up_to_each
+from xen_moe_jax.pallas_kernels.hopper.tiles import COMPUTE_WARPGROUPS, ROW_ALIGNMENT, Tiles, largest_first, up_to_each
 
 
 @functools.partial(jax.jit, static_argnames=("gathered", "tiles", "height", "num_sms"))  # equal calls are lowered once
@@ -67,7 +71,7 @@ def rows_by_rows(
         ends = ends + jnp.where(jnp.arange(num_groups + 1) < num_groups, first_row, 0)
     starts = ends[:num_groups] - sizes
 
-    def body(rows: Any, others: Any, starts: Any, ends: Any, *rest: Any, **s: Any) -> None:
+    def body(rows: Any, others: Any, starts: Any, ends: Any, order: Any, *rest: Any, **s: Any) -> None:
         *index_of, out = rest
         by_rows, by_others = bool(index_of) and gathered == "rows", bool(index_of) and gathered == "others"
         if index_of:
@@ -76,7 +80,8 @@ def rows_by_rows(
         grid = (num_groups, m_tiles, n_tiles) if tiles.band == 1 else (num_groups, m_tiles * n_tiles)
 
         def place(index: Any) -> tuple[Any, Any, Any, Any, Any, Any]:
-            group, *at = index
+            turn, *at = index
+            group = order[turn]
             m, n = at if tiles.band == 1 else tiles.at(at[0], m_tiles, n_tiles)
             start, end = starts[group], ends[group]
             first = lax.div(start, jnp.int32(ROW_ALIGNMENT)) * ROW_ALIGNMENT
@@ -156,7 +161,7 @@ def rows_by_rows(
     out_type = jax.ShapeDtypeStruct((num_groups, height, width), dtype)
     scratch = ring.scratch(tiles, (tiles.k, tiles.m), (tiles.k, tiles.n), dtype, gathered=index is not None)
     return ring.kernel(body, tiles, num_sms, out_type, scratch, "xen_moe_grouped_contraction")(
-        rows, others, starts, ends, *([] if index is None else [gather.padded(index)])
+        rows, others, starts, ends, largest_first(sizes), *([] if index is None else [gather.padded(index)])
     )
 
 

@@ -81,6 +81,15 @@ def up_to_each(values: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where((each <= at) & (at < num), values, 0), axis=1)
 
 
+def largest_first(sizes: jax.Array) -> jax.Array:
+    """Returns int32 `[L]`: the groups of int32 `sizes [L]`, the largest one first, equal ones in their order."""
+    number = jnp.arange(sizes.shape[0], dtype=jnp.int32)
+    one, other = sizes[:, None], sizes[None, :]
+    before = (other > one) | ((other == one) & (number[None, :] < number[:, None]))
+    place = jnp.sum(before, axis=1, dtype=jnp.int32)
+    return jnp.sum(jnp.where(place[None, :] == number[:, None], number[None, :], 0), axis=1)
+
+
 def row_tiles(
     group_sizes: jax.Array, capacity: int, tile_m: int, fitted: bool = False, first_row: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:

@@ -25,7 +25,7 @@ from xen_moe_jax.pallas_kernels.hopper import contraction
 from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
 from xen_moe_jax.pallas_kernels.hopper.rows import Into, activated_rows, rows_by_weights
-from xen_moe_jax.pallas_kernels.hopper.tiles import HEIGHTS, Tiles, row_tiles
+from xen_moe_jax.pallas_kernels.hopper.tiles import HEIGHTS, Tiles, largest_first, row_tiles
 
 SIZES = (70, 0, 131, 37)
 SMALL = {
@@ -220,13 +220,13 @@ def test_gradients_lower_for_cuda_inside_shard_map(monkeypatch, claimed, rows_a_
 
 
 def test_tiles_are_claimed_beside_pending_operations_and_in_their_backward_pass(monkeypatch):
-    """Tiles are claimed in the work of an `overlap` with pending operations, and nowhere else."""
+    """Tiles are claimed in the work of an `overlap` with pending operations; elsewhere those of weights' gradients."""
     rows, weights, cotangent, sizes = operands()
     seen = []
 
     def spy(name):
         real = getattr(plain_hopper, name)
-        return lambda *a, tiles, **k: seen.append(tiles.claimed) or real(*a, tiles=tiles, **k)
+        return lambda *a, tiles, **k: seen.append((name, tiles.claimed)) or real(*a, tiles=tiles, **k)
 
     for name in ("rows_by_weights", "rows_by_rows", "activated_rows"):
         monkeypatch.setattr(hopper, name, spy(name))
@@ -246,10 +246,16 @@ def test_tiles_are_claimed_beside_pending_operations_and_in_their_backward_pass(
 
         seen.clear()
         jax.eval_shape(lambda rows: jax.vjp(overlapped, rows)[1](rows), rows)
-        return set(seen), len(seen)
+        return {name for name, claimed in seen if claimed}, len(seen)
 
-    assert gradient(True) == ({True}, 7)
-    assert gradient(False) == ({False}, 7)
+    assert gradient(True) == ({"rows_by_weights", "rows_by_rows", "activated_rows"}, 7)
+    assert gradient(False) == ({"rows_by_rows"}, 7)
+
+
+@pytest.mark.parametrize("sizes", [[3, 9, 0, 9, 1], [5], [0, 0, 0], [1, 2, 3, 4]])
+def test_the_largest_groups_come_first(sizes):
+    order = np.asarray(largest_first(jnp.array(sizes, jnp.int32)))
+    np.testing.assert_array_equal(order, np.argsort(-np.array(sizes), kind="stable"))
 
 
 def kernel_in(program):
@@ -333,7 +339,8 @@ def test_tiles_of_models_waste_little(model):
 def test_plans():
     assert hopper.plan(2880, 2880).forward.n == 192 and hopper.plan(4096, 1408).forward.n == 128
     assert hopper.plan(4096, 1536).forward == hopper.plan(4096, 14336).forward == Tiles(band=hopper.BAND)
-    assert hopper.plan(4096, 1536).weights == Tiles() and hopper.plan(4096, 14336).weights == Tiles(band=hopper.BAND)
+    assert hopper.plan(4096, 1536).weights == Tiles(claimed=True)
+    assert hopper.plan(4096, 14336).weights == Tiles(band=hopper.BAND, claimed=True)
     swizzles = {n: hopper.plan(2880, n).forward.swizzle for n in (2880, 1440, 720)}
     assert swizzles == {2880: 128, 1440: 64, 720: 128}  # 720 is padded up to 768
 

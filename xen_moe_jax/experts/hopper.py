@@ -106,8 +106,8 @@ def on_hopper() -> bool:
 def plan(depth: int, columns: int, rows: int | None = None, groups: int = 1) -> Plan:
     """Returns tiles for `[rows, depth]` times weights `[groups, depth, columns]`; `rows` None means many rows.
 
-    While the work of an `xm.overlap` is traced, the tiles are `claimed`: thread blocks take them one by one, in the
-    backward pass, too.
+    Those of weights' gradients are `claimed`: thread blocks take them one by one, since a tile takes as long as its
+    group has rows. While the work of an `xm.overlap` is traced, so are the others, in the backward pass, too.
     """
     few = rows is not None and rows <= FEW_ROWS * groups
     common = math.gcd(_padded(depth), _padded(columns)) * 2
@@ -124,13 +124,13 @@ def plan(depth: int, columns: int, rows: int | None = None, groups: int = 1) -> 
         band = BAND if chosen.m > SUMS.m and -(-width // chosen.n) > band_from else 1
         return dataclasses.replace(chosen, band=band, swizzle=swizzle, claimed=in_overlap())
 
-    weights = best(PREFERRED, columns, BAND_FROM)
+    weights = dataclasses.replace(best(PREFERRED, columns, BAND_FROM), claimed=True)
     tall = weights.band > 1 and depth % TALL.m == 0
     return Plan(
         forward=best(of_rows(2), columns),
         rows=best(of_rows(1), depth),
         weights=weights,
-        gathered=best((TALL,), columns, BAND_FROM) if tall else None,
+        gathered=dataclasses.replace(best((TALL,), columns, BAND_FROM), claimed=True) if tall else None,
         gated=best((FEW[0] if few else FITTED if fits(1) else GATED,), columns),
         sums=best((SUMS,), columns),
     )
