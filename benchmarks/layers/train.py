@@ -2,8 +2,12 @@
 
     python -m benchmarks train --json benchmarks/results/train_h200x4.json
 
-Experts are split over all devices, tokens too; the other weights are replicated. Weights and AdamW are float32, the
-computation is bfloat16. A step is timed from the first of `--steps` to the end of the last, after `--warm-up` others.
+Tokens are split over all devices, and so are float32 weights and AdamW: experts by expert, other large matrices by
+rows. The computation is bfloat16, with copies of the weights that the kernels of AdamW write. Of the matrices that all
+devices multiply by, gradients are reduced and scattered, and new copies gathered, both in bfloat16. A step is timed
+from the first of `--steps` to the end of the last, after `--warm-up` others. In its first steps the model routes
+nearly all tokens to the same experts, and ranks wait for the one that has more of these; `--routing uniform` takes
+other experts for each token, as balanced routers would: their choice by the scores is then not made, the rest is.
 
     FLOPs of a step = 6 * (weights a token is multiplied with) * tokens  +  6 * layers * hidden * context * tokens
 
@@ -17,11 +21,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import pathlib
 import shlex
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +41,8 @@ from xen_moe_jax.experts import grouped_matmul
 from xen_moe_jax.flax import MoEConfig
 
 PROFILED = 3
+COMBINED = tuple(f"--xla_gpu_{name}_combine_threshold_bytes={1 << 30}" for name in ("reduce_scatter", "all_gather"))
+"""XLA's flags that have it make one reduce-scatter, and one all-gather, of all: they run beside other kernels."""
 PEAK_TFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100 80GB HBM3": 989.0, "NVIDIA A100-SXM4-80GB": 312.0}
 """Dense bfloat16, from the data sheets."""
 
@@ -58,6 +65,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--capacity-factor", type=float, default=1.25)
     add("--num-chunks", type=int, default=1)
     add("--alignment", type=int, default=1)
+    add("--routing", choices=("learned", "uniform"), default="learned", help="uniform: experts drawn for each token")
     add("--remat", default="none", help="as MoEConfig.remat")
     add("--apply-weights-to", default="rows", help="as MoEConfig.apply_weights_to")
     add("--grouped-matmul", default="auto", help="as MoEConfig.grouped_matmul")
@@ -110,19 +118,51 @@ def in_bfloat16(state: Any) -> Any:
     return jax.tree_util.tree_map_with_path(cast, state)
 
 
-def make_step(graph: Any, optimizer: optax.GradientTransformation) -> Any:
-    def objective(state: Any, windows: jax.Array) -> tuple[jax.Array, Any]:
-        logits, metrics = nnx.merge(graph, in_bfloat16(state))(windows[:, :-1])
+def places(tree: Any, mesh: jax.sharding.Mesh, *, split: bool) -> Any:
+    """Shardings of weights or of AdamW's state: experts are split, and with `split` all matrices but the routers."""
+
+    def place(path: Any, leaf: Any) -> jax.NamedSharding:
+        matrix = leaf.ndim == 2 and leaf.shape[0] % mesh.size == 0 and "router" not in jax.tree_util.keystr(path)
+        return jax.NamedSharding(mesh, jax.P("ep") if leaf.ndim == 3 or (split and matrix) else jax.P())
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+class Seen(NamedTuple):
+    """What a step reports: its loss, rows dropped, and rows for each expert, `[MoE layers, E]`."""
+
+    loss: Any
+    dropped: Any
+    load: Any
+
+
+def fullest(load: np.ndarray, parts: int) -> float:
+    """Returns the rows of the fullest of `parts` equal parts of the experts over those of all in the mean: the mean
+    over `load [..., E]`."""
+    rows = load.reshape(*load.shape[:-1], parts, -1).sum(-1)
+    return float((rows.max(-1) / rows.mean(-1)).mean())
+
+
+def make_step(graph: Any, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh) -> Any:
+    def objective(copies: Any, windows: jax.Array, experts: Any) -> tuple[jax.Array, Any]:
+        drawn = iter(experts or ())
+        apply_moe = (lambda layer, x: layer(x, topk_idx=next(drawn))) if experts else None
+        logits, metrics = nnx.merge(graph, copies)(windows[:, :-1], apply_moe)
         loss = next_byte_losses(logits, windows[:, 1:]).mean()
-        dropped = sum(m.num_dropped for m in metrics)
-        return loss + sum(m.aux_loss for m in metrics), (loss, dropped)
+        return loss + sum(m.aux_loss for m in metrics), (loss, metrics)
 
-    def step(state: Any, moments: Any, windows: jax.Array) -> tuple[Any, Any, Any]:
-        gradients, seen = jax.grad(objective, has_aux=True)(state, windows)
-        updates, moments = optimizer.update(gradients, moments, state)
-        return optax.apply_updates(state, updates), moments, seen
+    def step(copies: Any, weights: Any, moments: Any, windows: jax.Array, experts: Any) -> tuple[Any, ...]:
+        gradients, (loss, metrics) = jax.grad(objective, has_aux=True)(copies, windows, experts)
+        seen = Seen(loss, sum(m.num_dropped for m in metrics), jnp.stack([m.tokens_per_expert for m in metrics]))
+        gradients = jax.lax.with_sharding_constraint(gradients, places(weights, mesh, split=True))
+        gradients = jax.tree.map(lambda gradient: gradient.astype(jnp.float32), gradients)
+        updates, moments = optimizer.update(gradients, moments, weights)
+        after = optax.apply_updates(weights, updates), moments
+        weights, moments = jax.lax.with_sharding_constraint(after, places(after, mesh, split=True))
+        copies = jax.lax.with_sharding_constraint(in_bfloat16(weights), places(weights, mesh, split=False))
+        return copies, weights, moments, seen
 
-    return jax.jit(step, donate_argnums=(0, 1))
+    return jax.jit(step, donate_argnums=(0, 1, 2))
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -139,27 +179,36 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     def windows() -> jax.Array:
         return jax.device_put(text.random_windows(source.train, batch, options.context, rng), data)
 
+    def drawn() -> jax.Array:
+        """Experts of each token, `top_k` different ones, all as likely as each other."""
+        order = rng.random((batch, options.context, options.experts), dtype=np.float32)
+        chosen = np.argpartition(order, options.top_k - 1)[..., : options.top_k].astype(np.int32)
+        return jax.device_put(chosen, data)
+
+    experts = [drawn() for _ in config.moe_layers] if options.routing == "uniform" else None
     with jax.set_mesh(mesh):
         build = lambda: LanguageModel(config, rngs=nnx.Rngs(0))  # noqa: E731
-        graph = nnx.graphdef(nnx.eval_shape(build))
-        state = jax.jit(lambda: nnx.state(build()))()
+        graph, shapes = nnx.split(nnx.eval_shape(build))
+        weights = jax.device_put(jax.jit(lambda: nnx.state(build()))(), places(shapes, mesh, split=True))
+        # the routers' copies are float32, too, but arrays of their own: a step overwrites all that it is given
+        copies = jax.tree.map(jnp.copy, jax.device_put(in_bfloat16(weights), places(shapes, mesh, split=False)))
         optimizer = optax.adamw(3e-4, b2=0.95, weight_decay=0.1)
-        moments = optimizer.init(state)  # eagerly: sharded as the weights are
-        parameters = sum(leaf.size for leaf in jax.tree.leaves(state))
+        moments = optimizer.init(weights)  # eagerly: sharded as the weights are
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(weights))
         began = time.perf_counter()
-        step = make_step(graph, optimizer).lower(state, moments, windows()).compile()
+        step = make_step(graph, optimizer, mesh).lower(copies, weights, moments, windows(), experts).compile()
         compile_seconds = time.perf_counter() - began
         batches = [windows() for _ in range(4)]
-        losses, dropped = [], []
+        steps_seen: list[Seen] = []
 
         def go(steps: int) -> float:
-            nonlocal state, moments
+            nonlocal copies, weights, moments
             began = time.perf_counter()
             for number in range(steps):
-                state, moments, (loss, lost) = step(state, moments, batches[number % len(batches)])
-                losses.append(loss)
-                dropped.append(lost)
-            jax.block_until_ready((state, moments, losses[-1]))
+                given = batches[number % len(batches)]
+                copies, weights, moments, seen = step(copies, weights, moments, given, experts)
+                steps_seen.append(seen)
+            jax.block_until_ready((copies, weights, moments, seen))
             return (time.perf_counter() - began) / steps
 
         with turns.alone(options.lock):
@@ -170,7 +219,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     peak = PEAK_TFLOPS.get(jax.devices()[0].device_kind)
     flops = step_flops(config, tokens)
     achieved = flops / seconds / jax.device_count() / 1e12
-    if not all(math.isfinite(float(loss)) for loss in losses):
+    losses = [float(seen.loss) for seen in steps_seen]
+    load = np.stack([seen.load for seen in steps_seen[options.warm_up :][: options.steps]])
+    if not all(map(math.isfinite, losses)):
         raise RuntimeError("a loss is not finite")
     rows = tokens * options.top_k * len(config.moe_layers)
     return {
@@ -190,17 +241,27 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "tflops_per_device": achieved,
         "mfu": achieved / peak if peak else None,
         "peak_tflops": peak,
-        "first_loss": float(losses[0]),
-        "last_loss": float(losses[-1]),
-        "dropped_share": float(np.sum([int(d) for d in dropped]) / (rows * len(dropped))),
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "dropped_share": float(np.mean([seen.dropped for seen in steps_seen]) / rows),
+        "fullest_expert": fullest(load, load.shape[-1]),
+        "fullest_rank": fullest(load, jax.device_count()),
         "temporary_bytes": None if analysis is None else int(analysis.temp_size_in_bytes),
         "kernels, us": kernels,
         "argument_bytes": None if analysis is None else int(analysis.argument_size_in_bytes),
     }
 
 
+def combine_collectives() -> None:
+    """Has XLA combine reduce-scatters, and all-gathers, to one each; the user's own setting wins."""
+    given = os.environ.get("XLA_FLAGS", "")
+    missing = [flag for flag in COMBINED if flag.split("=")[0] not in given]
+    os.environ["XLA_FLAGS"] = " ".join([given, *missing]).strip()
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    combine_collectives()
     document = run(options)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -46,7 +46,26 @@ class SwiGLU(nnx.Module):
         self.down = nnx.Linear(inner, hidden, use_bias=False, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        return self.down(_gated(self.gate(x), self.up(x)))
+
+
+@jax.custom_vjp
+def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """SwiGLU of two projections, computed in float32 and rounded once."""
+    return _silu_times(gate.astype(jnp.float32), up.astype(jnp.float32)).astype(gate.dtype)
+
+
+def _silu_times(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+def _gradients(kept: tuple[jax.Array, jax.Array], by: jax.Array) -> tuple[jax.Array, ...]:
+    # Behind a barrier XLA computes both gradients in one kernel, which reads each operand once.
+    gate, up, by = (a.astype(jnp.float32) for a in (*kept, jax.lax.optimization_barrier(by)))
+    return tuple(a.astype(kept[0].dtype) for a in jax.vjp(_silu_times, gate, up)[1](by))
+
+
+_gated.defvjp(lambda gate, up: (_gated(gate, up), (gate, up)), _gradients)
 
 
 class Attention(nnx.Module):
@@ -71,10 +90,13 @@ class Attention(nnx.Module):
 def _rotate(x: jax.Array) -> jax.Array:
     """Rotary embedding of `x [batch, length, heads, features]`."""
     half = x.shape[-1] // 2
-    angle = jnp.arange(x.shape[1])[:, None] * 10_000.0 ** (-jnp.arange(half) / half)
-    cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
-    a, b = x[..., :half], x[..., half:]
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
+    angle = jnp.arange(x.shape[1])[:, None, None, None] * 10_000.0 ** (-jnp.arange(half) / half)
+    # Halves are exchanged by reversing an axis of two. In the gradient of a concatenation XLA would pad each half, and
+    # one kernel with the gradients of all slices of `qkv` would take three times as long as its memory does.
+    pairs = x.reshape(*x.shape[:-1], 2, half).astype(jnp.float32)
+    sin = jnp.sin(angle)
+    turned = pairs * jnp.cos(angle) + pairs[..., ::-1, :] * jnp.concatenate([-sin, sin], axis=-2)
+    return turned.reshape(x.shape).astype(x.dtype)
 
 
 class Block(nnx.Module):

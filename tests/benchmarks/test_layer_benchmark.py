@@ -130,10 +130,12 @@ def test_without_the_plain_layer_nothing_is_timed_unchecked():
     assert another["error"].startswith("not timed: xen_moe_jax, ") and "us_median" not in another
 
 
-def test_the_training_benchmark(tmp_path):
+@pytest.mark.parametrize("routing", ["learned", "uniform"])
+def test_the_training_benchmark(tmp_path, routing):
     out = tmp_path / "train.json"
     sizes = "--layers 2 --hidden 64 --heads 2 --dense-size 128 --experts 8 --width 32 --top-k 2 --context 32 --batch 2"
-    done = run("-m", "benchmarks", "train", *sizes.split(), "--steps", "2", "--warm-up", "1", "--json", str(out))
+    options = f"{sizes} --steps 2 --warm-up 1 --routing {routing}"
+    done = run("-m", "benchmarks", "train", *options.split(), "--json", str(out))
     assert done.returncode == 0, done.stderr[-2000:]
     document = json.loads(out.read_text())
     tokens = 2 * 2 * 32
@@ -143,6 +145,7 @@ def test_the_training_benchmark(tmp_path):
     assert document["flops_per_step"] == (6 * weights + 6 * 2 * 64 * 32) * tokens
     assert document["seconds_per_step"] > 0 and document["mfu"] is None
     assert document["last_loss"] < document["first_loss"] and document["time"]
+    assert 1 <= document["fullest_rank"] <= document["fullest_expert"] < (1.4 if routing == "uniform" else 4)
     assert "| MFU | unknown |" in layer_tables.training(document | {"mfu": None})
 
 
