@@ -240,7 +240,7 @@ int main(int argc, char** argv) {
   if (shape) {
     for (const Setting& setting : {few, Setting{false, 96, 0, 19, 1}})
       run("bf16 dispatch", tokens, setting, [&](int r) { return dispatch(r, tokens, false, setting); });
-    for (const Setting& setting : {adding, Setting{false, 64, 1, 32, 1}})
+    for (const Setting& setting : {adding, Setting{false, 96, 1, 32, 1}})
       run("combine", tokens, setting, [&](int r) { return combine(r, tokens, setting); });
     std::fprintf(out, "\n]}\n");
     return std::fclose(out);
