@@ -17,8 +17,8 @@ struct Message {
   int units;
 };
 
-// Returns the message from this rank to `target`, and sets `first` to its first unit in the operand. Units that lie
-// outside this rank's operand, or would lie outside the target's output, which is as large as this rank's, are left out.
+// Returns the message from this rank to `target`, and sets `first` to its first unit in the operand. Units outside this
+// rank's operand, or outside the target's output, which is as large as this rank's, are left out.
 __device__ __forceinline__ Message Outgoing(const ExchangeParams& p, int target, uint64_t* first) {
   if (!p.send_sizes) {
     const int units = static_cast<int>(p.operand_units / p.ranks);
