@@ -22,6 +22,8 @@ STORE_TILE = 64
 """Rows and columns of the pieces in which a warpgroup stores its accumulators."""
 FITTED_ROWS = 48
 """Most rows of a piece of a fitted tile: higher pieces would not fit into shared memory beside four stages."""
+PAIR = "pair"
+"""The axis of a pair of thread blocks."""
 LOAD_REGISTERS, COMPUTE_REGISTERS = 40, 232
 """Registers of a thread; 128 * (40 + 2 * 232) fit into the 65536 of a multiprocessor."""
 
@@ -39,37 +41,66 @@ def scratch(
     dtype: Any,
     loads: int = 2,
     gathered: bool = False,
+    anywhere: bool = False,
 ) -> dict[str, Any]:
     """Returns the scratch of a kernel: `tiles.stages` stages of both operands, of the shapes `left` and `right`, each
     filled by `loads` copies, their barriers, and two pieces of output for each warpgroup. With `gathered`, one of the
-    copies is made by threads, with barriers of its own."""
+    copies is made by threads, with barriers of its own. With `anywhere`, rows of the left operand are copied from any
+    row on, and "left" is for `views`."""
     own = gather.scratch(tiles) if gathered else {}
+    barrier: Any = functools.partial(plgpu.ClusterBarrier, collective_axes=(PAIR,)) if tiles.pair else plgpu.Barrier
+
+    def memory(shape: tuple[int, ...], rows_in_tile: int) -> Any:
+        return plgpu.SMEM(shape, dtype, transforms=_swizzled(tiles, rows_in_tile, dtype))
+
+    of_left = tiles.stages, *left
     return (
         claims.scratch(tiles)
         | own
         | {
-            "left": plgpu.SMEM((tiles.stages, *left), dtype, transforms=_swizzled(tiles, 8, dtype)),
-            "right": plgpu.SMEM((tiles.stages, *right), dtype, transforms=_swizzled(tiles, 8, dtype)),
+            "left": two_views(memory(of_left, 1), memory(of_left, 8)) if anywhere else memory(of_left, 8),
+            "right": memory((tiles.stages, *right), 8),
             # rows of a piece may be stored one by one: no tile of its layout has more than one row
-            "pieces": plgpu.SMEM(
-                (COMPUTE_WARPGROUPS, 2, piece_rows(tiles), STORE_TILE), dtype, transforms=_swizzled(tiles, 1, dtype)
-            ),
+            "pieces": memory((COMPUTE_WARPGROUPS, 2, piece_rows(tiles), STORE_TILE), 1),
             "loaded": plgpu.Barrier(num_arrivals=loads - gathered, num_barriers=tiles.stages),
-            "released": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=tiles.stages),
+            "released": barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=tiles.stages),
         }
     )
 
 
-def launch(body: Any, warpgroups: int, num_sms: int | None, out_type: Any, scratch: dict[str, Any], name: str) -> Any:
+def two_views(by_rows: Any, in_tiles: Any) -> Any:
+    """Returns memory for stages whose rows TMA copies from any row on. It counts rows in tiles of the stage's layout,
+    and wgmma reads tiles of eight rows. Where a stage is one swizzle wide, tiles of one row are the same layout."""
+    return plgpu.RefUnion(by_rows, in_tiles)
+
+
+def views(memory: Any) -> tuple[Any, Any]:
+    """Returns the references to memory of `two_views`: for TMA and for wgmma."""
+    by_rows, in_tiles = memory
+    return by_rows, in_tiles
+
+
+def launch(
+    body: Any,
+    warpgroups: int,
+    num_sms: int | None,
+    out_type: Any,
+    scratch: dict[str, Any],
+    name: str,
+    pair: bool = False,
+) -> Any:
     """Returns the function that launches `body` with `num_sms` thread blocks (axis "sm") of `warpgroups` warpgroups
-    (axis "wg"): with one for each multiprocessor of the GPU where `num_sms` is None. A kernel with more blocks than the
+    (axis "wg"): with one for each multiprocessor of the GPU where `num_sms` is None. With `pair` the axis "sm" counts
+    pairs of blocks, which have an axis `PAIR`. A kernel with more blocks than the
     GPU has multiprocessors must not let one block wait for another."""
     return plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=scratch,
-        grid=(num_sms or jax.devices()[0].core_count,),
+        grid=((num_sms or jax.devices()[0].core_count) // (1 + pair),),
         grid_names=("sm",),
+        cluster=(2,) if pair else (),
+        cluster_names=(PAIR,) if pair else (),
         num_threads=warpgroups,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
@@ -81,7 +112,7 @@ def kernel(body: Any, tiles: Tiles, num_sms: int | None, out_type: Any, scratch:
     """Returns the function that launches `body`: a thread block on each of `num_sms` multiprocessors (None: all of the
     GPU), with two multiplying warpgroups and one loading warpgroup, the last one. Under `vmap`, kernels whose tiles are
     claimed run one after the other: in one launch they would share a counter."""
-    run = launch(body, COMPUTE_WARPGROUPS + 1, num_sms, out_type, scratch, name)
+    run = launch(body, COMPUTE_WARPGROUPS + 1, num_sms, out_type, scratch, name, tiles.pair)
     return jax.custom_batching.sequential_vmap(run) if tiles.claimed else run
 
 

@@ -260,8 +260,14 @@ def _product(
     n_tiles, k_steps = pl.cdiv(columns[0], width), pl.cdiv(depth, tiles.k)
     if tiles.fitted and (tiles.m, tiles.split) != (HEIGHTS[-1], "n"):
         raise ValueError(f"{tiles}: fitted tiles have m={HEIGHTS[-1]} and split='n'")
+    is_gathered = index_of_rows is not None
+    pair = tiles.pair and n_tiles % 2 == 0 and not is_gathered and not tiles.claimed
+    tiles = dataclasses.replace(tiles, pair=pair)
     first_row = None if into is None else into.first_row
-    tables = row_tiles(group_sizes, capacity, tiles.m, tiles.fitted, first_row)
+    # a thread loads two factors of a fitted tile's rows at a time (`Part.beside`)
+    alignment = (2 if tiles.fitted else 1) if tiles.k == unit else ROW_ALIGNMENT
+    anywhere = alignment < ROW_ALIGNMENT and not is_gathered
+    tables = row_tiles(group_sizes, capacity, tiles.m, tiles.fitted, first_row, alignment, tiles.band)
     operands = [a for rows, weights in pairs for a in (rows, *weights)]
     operands += [] if index_of_rows is None else [gather.padded(index_of_rows)]
     biased = any(array.ndim == 2 for array in extra)
@@ -272,17 +278,36 @@ def _product(
             refs[len(operands) : len(operands) + 2],
             refs[len(operands) + 2 :],
         )
-        if index_of_rows is not None:
+        if is_gathered:
             gather.begin(s["gathered"])
+        by_rows, s["left"] = ring.views(s["left"]) if anywhere else (s["left"], s["left"])
         wg = lax.axis_index("wg")
         m_tiles = up_to[group_sizes.shape[0] - 1]
-        grid = (m_tiles * n_tiles,)
+        grid = (m_tiles * n_tiles // 2 if tiles.pair else m_tiles * n_tiles,)
+
+        def in_band(number: Any) -> tuple[Any, Any, Any]:
+            """The first tile of rows of the band of tile `number`, how many it has, and the tile's number in the band:
+            all bands in front of it have `n_tiles` tiles for each tile of rows."""
+            at = lax.div(number, jnp.int32(n_tiles))
+            first, height = (at, jnp.int32(1)) if tiles.band == 1 else (facts[4, at], facts[5, at])
+            return first, height, number - first * n_tiles
 
         def place(index: Any) -> tuple[Any, Any, Any]:
-            m, n = tiles.at(index[0], m_tiles, n_tiles)
-            row = pl.multiple_of(facts[1, m], ROW_ALIGNMENT)
-            column = n * width
-            return m, row, column
+            number = 2 * index[0] + lax.axis_index(ring.PAIR) if tiles.pair else index[0]
+            first, height, number = in_band(number)
+            n = lax.div(number, height)
+            m = number - n * height
+            if tiles.pair:  # down one column and up the next one, so that both tiles of a pair lie side by side
+                m = lax.select(n % 2 == 1, height - 1 - m, m)
+            row = facts[1, first + m]
+            return first + m, row if alignment == 1 else pl.multiple_of(row, alignment), n * width
+
+        def same_column(index: Any) -> Any:
+            """True if the tiles of a pair have the same weights; in bands of an odd height some have the same rows."""
+            if not tiles.pair:
+                return None
+            _, height, number = in_band(2 * index[0])
+            return lax.rem(number + 1, height) != 0
 
         def for_height(m: Any, of_height: Callable[[int, Any], Any], carry: Any) -> Any:
             """Runs `of_height` for the height of the tiles in row `m` of tiles, as a branch for each height. A switch
@@ -290,7 +315,7 @@ def _product(
             one begins (CUDA 13.0)."""
             if not tiles.fitted:
                 return of_height(tiles.m, carry)
-            chosen = facts[4, m]
+            chosen = facts[6, m]
             for number, height in enumerate(HEIGHTS):
                 carry = lax.cond(chosen == number, functools.partial(of_height, height), lambda carry: carry, carry)
             return carry
@@ -300,11 +325,11 @@ def _product(
 
             def tile(index: Any, carry: Any) -> Any:
                 m, row, column = place(index)
-                group = facts[0, m]
+                group, shared = facts[0, m], same_column(index)
 
                 def of_height(height: int, carry: Any) -> Any:
                     gathered = None
-                    if index_of_rows is not None:
+                    if is_gathered:
                         numbers = gather.numbers(given[-1], row, height)
                         places = gather.places(numbers, given[0], facts[2, m], facts[3, m])
                         gathered = gather.Gathered(
@@ -317,23 +342,33 @@ def _product(
                     def load_of(rows: Any, *weights: Any) -> Callable[..., None]:
                         matrices = [w.at[group] for w in weights]
 
-                        def load(k: Any, left: Any, right: Any, barrier: Any) -> None:
-                            depth_at = pl.ds(k * tiles.k, tiles.k)
-                            at = pl.ds(column, width)
-                            if gathered is None:
-                                plgpu.copy_gmem_to_smem(rows.at[pl.ds(row, height), depth_at], part_of(left), barrier)
+                        def load_weights(k: Any, right: Any, barrier: Any, axis: str | None = None) -> None:
+                            depth_at, at = pl.ds(k * tiles.k, tiles.k), pl.ds(column, width)
                             for number, matrix in enumerate(matrices):
                                 plgpu.copy_gmem_to_smem(
                                     matrix.at[at, depth_at] if transposed else matrix.at[depth_at, at],
                                     right if beside == 1 else right.at[number],
                                     barrier,
+                                    collective_axes=axis,
                                 )
+
+                        def load(k: Any, left: Any, right: Any, barrier: Any) -> None:
+                            if not is_gathered:
+                                at = (pl.ds(row, height), pl.ds(k * tiles.k, tiles.k))
+                                plgpu.copy_gmem_to_smem(rows.at[at], part_of(left), barrier)
+                            if shared is None:
+                                load_weights(k, right, barrier)
+                            else:
+                                of_pair = functools.partial(load_weights, k, right, barrier)
+                                lax.cond(shared, lambda: of_pair(ring.PAIR), of_pair)
 
                         return load
 
                     for number in range(len(pairs)):
-                        pair = given[number * (1 + beside) : (number + 1) * (1 + beside)]
-                        carry = ring.load_steps(tiles, s, k_steps, carry, load_of(*pair), gathered)
+                        product = given[number * (1 + beside) : (number + 1) * (1 + beside)]
+                        carry = ring.load_steps(
+                            tiles, s | {"left": by_rows}, k_steps, carry, load_of(*product), gathered
+                        )
                     return carry
 
                 return for_height(m, of_height, carry)
@@ -399,8 +434,9 @@ def _product(
     right: tuple[int, ...] = (width, tiles.k) if transposed else (tiles.k, width)
     right = right if beside == 1 else (beside, *right)
     out_type = [jax.ShapeDtypeStruct((capacity, count), dtype) for count in columns]
-    gathered = index_of_rows is not None
-    scratch = ring.scratch(tiles, (tiles.m, tiles.k), right, dtype, loads=1 + beside, gathered=gathered)
+    scratch = ring.scratch(
+        tiles, (tiles.m, tiles.k), right, dtype, loads=1 + beside, gathered=is_gathered, anywhere=anywhere
+    )
     if into is None:
         return tuple(ring.kernel(body, tiles, num_sms, out_type, scratch, name)(*operands, *tables, *extra))
     outputs = [jax.new_ref(array) for array in into.arrays]

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 ROW_ALIGNMENT = 8
-"""TMA boxes of swizzled tiles begin at rows that are multiples of this."""
+"""TMA boxes of stages that are wider than a swizzle begin at rows that are multiples of this."""
 COMPUTE_WARPGROUPS = 2
 """Multiplying warpgroups of a thread block, beside the loading one."""
 
@@ -33,13 +33,16 @@ class Tiles:
       stages: number of stages of the ring.
       split: the dimension of the tile that the two warpgroups share out, "m" or "n".
       claimed: thread blocks take the next tile when they are ready (`claims`), instead of a fixed share from the start.
-      band: number of tiles, one below the other, that are computed before those to the right of them. With 1 every
-        row of tiles is computed from left to right. A band reads the right operand once for all its tiles, where one
-        row of tiles would read more of it than the L2 cache holds.
+      band: number of tiles, one below the other, that are computed before those to the right of them, in matmuls of
+        rows the most of them, as a band ends with its group. With 1 every row of tiles is computed from left to right.
+        A band reads the right operand once for all its tiles, where one row of tiles would read more of it than the L2
+        cache holds.
       swizzle: bytes of a row of shared memory, 128 or 64. Rows of all operands are multiples of it.
       fitted: tiles of rows are as high as their groups need, one of `HEIGHTS`, of which `m` is the last. The weights
         are the left operand of wgmma then, whose height is always 64, and the rows are the right one, whose width is
         any multiple of 8. `split` must be "n".
+      pair: two thread blocks side by side compute two tiles of rows with the same weights, and each loads half of these
+        for both, in matmuls of rows that are not gathered, with an even number of columns of tiles, and not `claimed`.
     """
 
     m: int = 128
@@ -51,6 +54,7 @@ class Tiles:
     band: int = 1
     swizzle: int = 128
     fitted: bool = False
+    pair: bool = False
 
     @property
     def warpgroup_m(self) -> int:
@@ -91,7 +95,13 @@ def largest_first(sizes: jax.Array) -> jax.Array:
 
 
 def row_tiles(
-    group_sizes: jax.Array, capacity: int, tile_m: int, fitted: bool = False, first_row: jax.Array | None = None
+    group_sizes: jax.Array,
+    capacity: int,
+    tile_m: int,
+    fitted: bool = False,
+    first_row: jax.Array | None = None,
+    alignment: int = ROW_ALIGNMENT,
+    band: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
     """Cuts the groups' rows into tiles. The first group begins at `first_row`, int32 `[]`; None is 0.
 
@@ -101,25 +111,27 @@ def row_tiles(
       tile_m: height of a tile in rows.
       fitted: `tile_m` is the greatest height: the rows of each group are shared out to as few tiles as possible, as
         evenly as `HEIGHT_UNIT` allows.
+      alignment: tiles begin at multiples of this, 1, 2 or 8.
+      band: a group's tiles are shared out to as few bands of at most this many tiles as possible.
 
     Returns:
-      int32 `[4, N]`: of each tile its group, its first row (a multiple of 8), how many rows to leave out at the
-      beginning, and the end of the valid rows, counted from its first row; with `fitted` a fifth row, the number of its
-      height in `HEIGHTS`. `N` tiles suffice for any groups of `capacity` rows. int32 `[L + 1]`: how many tiles there
-      are up to each group, from `up_to_each`.
+      int32 `[6, N]`: of each tile its group, its first row, how many rows to leave out at the beginning, the end of the
+      valid rows, counted from its first row, the first tile of its band, and the number of tiles in it; with `fitted` a
+      seventh row, the number of its height in `HEIGHTS`. `N` tiles suffice for any groups of `capacity` rows. int32
+      `[L + 1]`: how many tiles there are up to each group, from `up_to_each`.
     """
     num_groups = group_sizes.shape[0]
     sizes = jnp.maximum(group_sizes.astype(jnp.int32), 0)
     ends = up_to_each(sizes)[:num_groups] + (0 if first_row is None else first_row)
     starts = ends - sizes
-    aligned = starts // ROW_ALIGNMENT * ROW_ALIGNMENT
+    aligned = starts // alignment * alignment
     unit = HEIGHT_UNIT if fitted else tile_m
     units = jnp.where(sizes > 0, pl.cdiv(ends - aligned, unit), 0)
     tiles = pl.cdiv(units, tile_m // unit)
     up_to = up_to_each(tiles)
     last_tile = up_to[:num_groups]
-    # For fitted tiles this bound counts the rows, up to 7, by which a group's first tile begins in front of the group.
-    most = pl.cdiv(capacity + (ROW_ALIGNMENT - 1) * num_groups * fitted, tile_m) + num_groups - (not fitted)
+    # For fitted tiles this bound counts the rows by which a group's first tile begins in front of the group.
+    most = pl.cdiv(capacity + (alignment - 1) * num_groups * fitted, tile_m) + num_groups - (not fitted)
     index = jnp.arange(most, dtype=jnp.int32)[:, None]
     first_tile = jnp.pad(last_tile[:-1], (1, 0))  # not `last_tile - tiles`: `tiles` would be a kernel of its own
     number = index - first_tile
@@ -134,7 +146,10 @@ def row_tiles(
     else:
         first, chosen = aligned + number * tile_m, None
         end = ends - first
+    in_band = jnp.maximum(pl.cdiv(tiles, jnp.maximum(pl.cdiv(tiles, band), 1)), 1)
+    down = number // in_band * in_band
     each = [jnp.broadcast_to(groups, first.shape), first, jnp.maximum(starts - first, 0), end]
+    each += [first_tile + down, jnp.minimum(in_band, tiles - down)]
     facts = jnp.stack(each if chosen is None else [*each, chosen])
     # A tile has facts of one group, so that a sum over the groups selects them. Gathers would be kernels of their own.
     return jnp.sum(jnp.where((index >= first_tile) & (index < last_tile), facts, 0), axis=-1), up_to

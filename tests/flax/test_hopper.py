@@ -21,7 +21,7 @@ import xen_moe_jax as xm
 from tests.support import hopper_kernels, plain_hopper
 from xen_moe_jax import _overlap
 from xen_moe_jax.experts import grouped_matmul, hopper
-from xen_moe_jax.pallas_kernels.hopper import contraction
+from xen_moe_jax.pallas_kernels.hopper import contraction, ring
 from xen_moe_jax.pallas_kernels.hopper.activations import Activation
 from xen_moe_jax.pallas_kernels.hopper.contraction import rows_by_rows
 from xen_moe_jax.pallas_kernels.hopper.rows import Into, activated_rows, rows_by_weights
@@ -31,23 +31,29 @@ SIZES = (70, 0, 131, 37)
 SMALL = {
     "plain": Tiles(m=128, n=128, stages=2),
     "few rows": Tiles(m=64, n=128, stages=2, split="n"),
+    "bands": Tiles(m=64, n=128, stages=2, split="n", band=2),
 }
 SMALL_SWIGLU = {"plain": SMALL["plain"], "few rows": Tiles(m=64, stages=2, split="n")}
 
 
+@pytest.mark.parametrize(("alignment", "band"), [(1, 1), (2, 3), (8, 20)])
 @pytest.mark.parametrize(("tile_m", "fitted"), [(64, False), (128, False), (256, False), (HEIGHTS[-1], True)])
 @pytest.mark.parametrize("sizes", [(70, 0, 131, 37), (0, 0, 0), (1,) * 40, (512,), (8, 8, 256), (517, 530, 9, 300)])
-def test_every_row_of_a_group_is_in_one_tile(sizes, tile_m, fitted):
+def test_every_row_of_a_group_is_in_one_tile(sizes, tile_m, fitted, alignment, band):
     capacity = sum(sizes) + 13
-    compiled = jax.jit(row_tiles, static_argnums=(1, 2, 3))
-    facts, up_to = map(np.asarray, compiled(jnp.asarray(sizes, jnp.int32), capacity, tile_m, fitted))
-    group, first, skip, end, *chosen = facts
+    given = capacity, tile_m, fitted, None, alignment, band
+    compiled = jax.jit(lambda sizes: row_tiles(sizes, *given))
+    facts, up_to = map(np.asarray, compiled(jnp.asarray(sizes, jnp.int32)))
+    group, first, skip, end, top, height, *chosen = facts
     *_, total, counter = up_to
     assert counter == 0
     seen = np.full(capacity, -1)
     for tile in range(total):
         rows = first[tile] + np.arange(max(skip[tile], 0), min(end[tile], tile_m))
-        assert rows.size and first[tile] % 8 == 0
+        assert rows.size and first[tile] % alignment == 0 and (alignment > 1 or skip[tile] == 0)
+        in_band = slice(top[tile], top[tile] + height[tile])
+        assert in_band.start <= tile < in_band.stop and height[tile] <= band
+        assert (group[in_band] == group[tile]).all() and (top[in_band] == top[tile]).all()
         assert not fitted or end[tile] <= HEIGHTS[chosen[0][tile]]
         assert (seen[rows] == -1).all()
         seen[rows] = group[tile]
@@ -72,13 +78,16 @@ def close(got, expected):
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    """The interpreter has no inline instructions: what they do to a stage is done by reading and writing all of it."""
+    """The interpreter has no inline instructions: what they do to a stage is done by reading and writing all of it. It
+    knows no layouts, so that one reference is for all."""
 
     def silence(stage, low, high, _):
         row = lax.broadcasted_iota(jnp.int32, stage.shape, 0)
         stage[...] = jnp.where((row >= low) & (row < high), stage[...], jnp.zeros((), stage.dtype))
 
     monkeypatch.setattr(contraction, "silence", silence)
+    monkeypatch.setattr(ring, "two_views", lambda by_rows, in_tiles: in_tiles)
+    monkeypatch.setattr(ring, "views", lambda memory: (memory, memory))
     with plgpu.force_gpu_interpret_mode():
         yield
 
@@ -126,6 +135,22 @@ def test_two_products_in_the_interpreter(tiles, interpreter):
     close(out[:used], g / (1 + np.exp(-g)) * u * np.asarray(factors, np.float64)[:used, None])
     for got, expected in zip(projections, (g, u), strict=True):
         close(got[:used], expected)
+
+
+@pytest.mark.parametrize("band", [2, 8])
+def test_pairs_of_blocks_in_the_interpreter(band, interpreter):
+    """Bands of one to four tiles: where the height is odd, the blocks of some pairs have weights of their own."""
+    rng = np.random.default_rng(3)
+    sizes = (70, 0, 331, 137, 260)
+    used, starts = sum(sizes), np.cumsum((0, *sizes))
+    rows = jnp.asarray(rng.normal(size=(used + 2, 64)), jnp.bfloat16).at[used:].set(jnp.nan)
+    weights = jnp.asarray(rng.normal(size=(len(sizes), 64, 512)), jnp.bfloat16)
+    tiles = Tiles(stages=2, band=band, pair=True)
+    out = rows_by_weights(rows, weights, jnp.asarray(sizes), transposed=False, tiles=tiles, num_sms=4)
+    exact = [np.asarray(a, np.float64) for a in (rows, weights)]
+    close(
+        out[:used], np.concatenate([exact[0][a:b] @ w for a, b, w in zip(starts, starts[1:], exact[1], strict=False)])
+    )
 
 
 def test_fitted_tiles_in_the_interpreter(interpreter):
@@ -338,9 +363,9 @@ def test_tiles_of_models_waste_little(model):
 
 def test_plans():
     assert hopper.plan(2880, 2880).forward.n == 192 and hopper.plan(4096, 1408).forward.n == 128
-    assert hopper.plan(4096, 1536).forward == hopper.plan(4096, 14336).forward == Tiles(band=hopper.BAND)
+    assert hopper.plan(4096, 1536).forward == hopper.plan(4096, 14336).forward == Tiles(band=hopper.BAND, pair=True)
     assert hopper.plan(4096, 1536).weights == Tiles(claimed=True)
-    assert hopper.plan(4096, 14336).weights == Tiles(band=hopper.BAND, claimed=True)
+    assert hopper.plan(4096, 14336).weights == Tiles(band=hopper.CONTRACTION_BAND, claimed=True)
     swizzles = {n: hopper.plan(2880, n).forward.swizzle for n in (2880, 1440, 720)}
     assert swizzles == {2880: 128, 1440: 64, 720: 128}  # 720 is padded up to 768
 

@@ -46,10 +46,22 @@ def test_machine_code_of_fitted_tiles(sharding, kernel, tmp_path, monkeypatch):
     assert re.search(r"stmatrix\S*\.trans", text) and "st.shared.b16" not in text
 
 
+@pytest.mark.parametrize("kernel", ["swiglu", "gradient_of_rows"])
+def test_machine_code_of_pairs(sharding, kernel, tmp_path, monkeypatch):
+    """Both blocks of a pair get what either one loads."""
+    tiles = dataclasses.replace(MANY, band=2, pair=True)
+    compile_alone(getattr(hopper_kernels, kernel), tiles, hopper_kernels.operands(sharding), tmp_path, monkeypatch)
+    (text,) = [path.read_text() for path in tmp_path.glob("*.ptx")]
+    assert "multicast::cluster" in text
+
+
 @pytest.mark.parametrize("kernel", hopper_kernels.EPILOGUES)
 def test_machine_code_of_epilogues(sharding, kernel, tmp_path, monkeypatch):
-    """Of gpt-oss' shape, whose columns end within a tile."""
+    """Of gpt-oss' shape, whose columns end within a tile. Tiles begin at any row, so that factors of rows are loaded
+    one by one."""
     compile_alone(kernel, MANY, hopper_kernels.operands(sharding, 2880, 2880), tmp_path, monkeypatch)
+    (text,) = [path.read_text() for path in tmp_path.glob("*.ptx")]
+    assert not re.search(r"ld\.(global\.)?v[24]\.[bf]32", text)
 
 
 @pytest.mark.parametrize("kernel", hopper_kernels.GATHERED)

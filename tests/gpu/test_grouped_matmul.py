@@ -39,6 +39,7 @@ TILINGS = {
     "claimed, small": Tiles(n=128, stages=6, claimed=True),
     "fitted": Tiles(m=144, split="n", fitted=True, band=2),
     "fitted, claimed": Tiles(m=144, split="n", fitted=True, claimed=True),
+    "pairs": Tiles(pair=True, band=20),
 }
 
 
@@ -93,7 +94,7 @@ def test_groups(groups, tiles):
 @pytest.mark.parametrize("tiling", TILINGS)
 def test_tilings(tiling):
     tiles = TILINGS[tiling]
-    plan = hopper.Plan(tiles, tiles, Tiles() if tiles.fitted else tiles)
+    plan = hopper.Plan(tiles, tiles, Tiles() if tiles.fitted or tiles.pair else tiles)
     check(*operands((300, 0, 77, 128), depth=512), plan)
     check(*operands((1, 700, 9, 12000), depth=512), plan)
 
@@ -273,7 +274,7 @@ def test_experts_of_every_shape(shape, name, biased):
         np.testing.assert_allclose(one / scale, other / scale, atol=0.02, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize("tiling", ["usual", "split n", "half as high", "half as high, claimed", "fitted"])
+@pytest.mark.parametrize("tiling", ["usual", "split n", "half as high", "half as high, claimed", "fitted", "pairs"])
 def test_tilings_of_swiglu(tiling, monkeypatch):
     monkeypatch.setattr(hopper, "GATED", TILINGS[tiling])
     monkeypatch.setattr(hopper, "in_overlap", lambda: TILINGS[tiling].claimed)  # or the plan would not claim
@@ -298,6 +299,29 @@ def test_many_short_tiles_have_the_bits_of_few_long_ones(tiling):
     for factor in range(1, 13):  # other numbers each time, and these tiles first: an old result would show
         got, expected = (np.asarray(run(rows * factor, weights, t)) for t in (TILINGS[tiling], Tiles()))
         np.testing.assert_array_equal(got.view(np.uint16), expected.view(np.uint16))
+
+
+@pytest.mark.parametrize("band", [1, 4, 20])
+@pytest.mark.parametrize("sizes", [(300, 0, 77, 128, 1100, 603), (1, 2, 5), (128,) * 5, (0, 0)])
+def test_pairs_of_blocks_have_the_bits_of_single_ones(sizes, band):
+    """Bands of even and odd heights, whose turn has other weights for each block, and tiles without a partner below."""
+    rows, gate, group_sizes, cotangent = operands(sizes, depth=512, columns=1024)
+    used, up, also = sum(sizes), gate[:, ::-1], (-cotangent, gate[:, :, ::-1])
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(pair, factor):
+        tiles = Tiles(band=band, pair=pair)
+        product = functools.partial(rows_by_weights, group_sizes=group_sizes, tiles=tiles)
+        inner = activated_rows(
+            rows * factor, (gate, up), group_sizes, activation=Activation(), projections=True, tiles=tiles
+        )
+        both = product(cotangent * factor, gate, also=also, transposed=True)
+        return [array[:used] for array in (*inner, product(rows * factor, gate, transposed=False), both)]
+
+    for factor in range(1, 4):
+        for one, other in zip(run(True, factor), run(False, factor), strict=True):
+            np.testing.assert_array_equal(np.asarray(one).view(np.uint16), np.asarray(other).view(np.uint16))
+            assert not used or np.asarray(one).any()
 
 
 def test_float16_and_rows_that_are_no_multiple_of_eight():

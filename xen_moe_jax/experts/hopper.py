@@ -37,8 +37,7 @@ from xen_moe_jax.pallas_kernels.hopper.tiles import COLUMN_ALIGNMENT, HEIGHTS, R
 DTYPES = ("bfloat16", "float16")
 COMPUTE_CAPABILITY = "9.0"
 PREFERRED = (Tiles(), Tiles(n=192), Tiles(n=128, stages=6))
-"""Tiles by their widths. The times of twelve are in benchmarks/results/grouped_matmul_h200.json. No tiles are for pairs
-of blocks that share their loads: such pairs gain time in one alone of the matmuls in docs/lab/layers.md."""
+"""Tiles by their widths. The times of twelve are in benchmarks/results/grouped_matmul_h200.json."""
 COSTS = {256: 1.0, 192: 1.02, 128: 1.06}
 """Relative time of a column in tiles of each width: narrower tiles load more for each multiplication."""
 GATED = Tiles()
@@ -58,11 +57,13 @@ FITTED, FITTED_ROWS = Tiles(m=HEIGHTS[-1], split="n", fitted=True), 640
 """Fitted tiles, and the most rows a group, by the size of the buffer, for which two projections and gradients of rows
 have them; single products have them up to half as many rows. They save work at the ends of groups, where few tiles of
 a group with more rows are."""
-BAND_FROM, BAND = 16, 8
-"""Matmuls of rows compute their tiles in bands of `BAND` rows of tiles, and so do weights' gradients with more columns
-of tiles than `BAND_FROM`. All thread blocks together compute 132 tiles at a time. Row by row, blocks side by side
-would share the rows of a tile. In a band they share its weights, which are twice as wide, and no row of tiles reads all
-weights from memory again. docs/lab/layers.md has the gains; bands of 4 and 16 rows are no better."""
+BAND = 20
+"""Most tiles of rows in a band of a group, in matmuls of many rows. All thread blocks together compute 132 tiles at a
+time. Row by row, blocks side by side would share the rows of a tile. In a band they share its weights, which are twice
+as wide. No band has rows of two groups, so that a group of up to 2,560 rows reads its weights from memory once.
+docs/lab/layers.md has the gains."""
+CONTRACTION_BAND_FROM, CONTRACTION_BAND = 16, 8
+"""Weights' gradients with more columns of tiles than the first number compute these in bands of the second."""
 PADDED = 64
 """Sizes that are no multiples of `COLUMN_ALIGNMENT` are padded up to a multiple of this."""
 LEAST = 128
@@ -119,19 +120,26 @@ def plan(depth: int, columns: int, rows: int | None = None, groups: int = 1) -> 
     def of_rows(part: int) -> tuple[Tiles, ...]:
         return FEW if few else (FITTED,) if fits(part) else PREFERRED
 
-    def best(candidates: tuple[Tiles, ...], width: int, band_from: int = 0) -> Tiles:
+    def best(candidates: tuple[Tiles, ...], width: int) -> Tiles:
         chosen = min(candidates, key=lambda tiles: -(-width // tiles.n) * tiles.n * COSTS[tiles.n])
-        band = BAND if chosen.m > SUMS.m and -(-width // chosen.n) > band_from else 1
-        return dataclasses.replace(chosen, band=band, swizzle=swizzle, claimed=in_overlap())
+        return dataclasses.replace(chosen, swizzle=swizzle, claimed=in_overlap())
 
-    weights = dataclasses.replace(best(PREFERRED, columns, BAND_FROM), claimed=True)
-    tall = weights.band > 1 and depth % TALL.m == 0
+    def for_rows(candidates: tuple[Tiles, ...], width: int) -> Tiles:
+        chosen = best(candidates, width)
+        return dataclasses.replace(chosen, band=1 if few else BAND, pair=not few and not chosen.fitted)
+
+    def for_weights(candidates: tuple[Tiles, ...]) -> Tiles:
+        chosen = best(candidates, columns)
+        band = CONTRACTION_BAND if -(-columns // chosen.n) > CONTRACTION_BAND_FROM else 1
+        return dataclasses.replace(chosen, band=band, claimed=True)
+
+    weights = for_weights(PREFERRED)
     return Plan(
-        forward=best(of_rows(2), columns),
-        rows=best(of_rows(1), depth),
+        forward=for_rows(of_rows(2), columns),
+        rows=for_rows(of_rows(1), depth),
         weights=weights,
-        gathered=dataclasses.replace(best((TALL,), columns, BAND_FROM), claimed=True) if tall else None,
-        gated=best((FEW[0] if few else FITTED if fits(1) else GATED,), columns),
+        gathered=for_weights((TALL,)) if weights.band > 1 and depth % TALL.m == 0 else None,
+        gated=for_rows((FEW[0] if few else FITTED if fits(1) else GATED,), columns),
         sums=best((SUMS,), columns),
     )
 
