@@ -34,6 +34,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from benchmarks.layers import skew
 from benchmarks.lib import profile, report, turns
 from examples.demo import text
 from examples.demo.model import LanguageModel, ModelConfig, next_byte_losses
@@ -129,7 +130,7 @@ def places(tree: Any, mesh: jax.sharding.Mesh, *, split: bool) -> Any:
 
 
 class Seen(NamedTuple):
-    """What a step reports: its loss, rows dropped, and rows for each expert, `[MoE layers, E]`."""
+    """A step reports this: its loss, how many rows it dropped, and `[MoE layers, E]`, the rows of each expert."""
 
     loss: Any
     dropped: Any
@@ -180,10 +181,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         return jax.device_put(text.random_windows(source.train, batch, options.context, rng), data)
 
     def drawn() -> jax.Array:
-        """Experts of each token, `top_k` different ones, all as likely as each other."""
-        order = rng.random((batch, options.context, options.experts), dtype=np.float32)
-        chosen = np.argpartition(order, options.top_k - 1)[..., : options.top_k].astype(np.int32)
-        return jax.device_put(chosen, data)
+        """Returns the experts of each token, all as likely as each other."""
+        chosen = skew.choices(np.ones(options.experts), tokens, options.top_k, rng).astype(np.int32)
+        return jax.device_put(chosen.reshape(batch, options.context, options.top_k), data)
 
     experts = [drawn() for _ in config.moe_layers] if options.routing == "uniform" else None
     with jax.set_mesh(mesh):

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import xen_moe_jax as xm
 from tests.support import oracle
 from tests.support.checks import assert_bits
-from tests.support.conformance import in_pieces, ragged_operands
+from tests.support.ragged import in_pieces, ragged_operands
 
 RANKS, BATCH = 4, 3
 

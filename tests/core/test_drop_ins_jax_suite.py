@@ -20,7 +20,7 @@ from jax.test_util import check_grads
 import xen_moe_jax as xm
 from tests.support import oracle
 from tests.support.checks import assert_bits
-from tests.support.conformance import ragged_operands
+from tests.support.ragged import ragged_operands
 
 IN_JAX = {  # jax's file: its tests of the two collectives
     "batching_test.py": ("testAllToAll", "testAllToAllSplitAxis"),

@@ -27,7 +27,7 @@ ELSEWHERE = {
     "weights": ("array",),
     "gradients": ("array",),
 }
-"""What a message may say instead of the argument's name."""
+"""A message may have these words instead of the argument's name."""
 
 
 def ones(*shape):

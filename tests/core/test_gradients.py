@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
 from tests.support.checks import assert_bits
-from tests.support.conformance import ragged_operands
 from tests.support.gradient_model import (
     EXPERTS,
     LAYOUTS,
@@ -22,6 +21,7 @@ from tests.support.gradient_model import (
     place,
     sharded,
 )
+from tests.support.ragged import ragged_operands
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

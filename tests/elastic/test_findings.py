@@ -627,7 +627,10 @@ def test_a_new_placement_while_the_members_serve(open_group):
         (balance.home(4, 2), "slots_per_rank=2: must be that of the group, 4"),
         (balance.home(6, 2), "6 experts"),
         (balance.home(4, 3), "3 ranks"),
-        (jax.tree.map(lambda a: np.stack([a, a]), base), r"experts \[2, 2, 4\].*: must be \[R, S\]"),
+        (
+            jax.tree.map(lambda a: np.stack([a, a]), base),
+            r"experts \[2, 2, 4\], .*: must be \[R, S\], \[E, R\] and \[E\]",
+        ),
         (dataclasses.replace(base, experts=base.experts + 1), r"entries outside \[-1, 4\)"),
         (dataclasses.replace(base, experts=np.abs(base.experts)), "rank 0 holds an expert twice"),
     ):

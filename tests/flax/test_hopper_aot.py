@@ -57,8 +57,8 @@ def test_machine_code_of_pairs(sharding, kernel, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kernel", hopper_kernels.EPILOGUES)
 def test_machine_code_of_epilogues(sharding, kernel, tmp_path, monkeypatch):
-    """Of gpt-oss' shape, whose columns end within a tile. Tiles begin at any row, so that factors of rows are loaded
-    one by one."""
+    """The shape is gpt-oss', whose columns end within a tile. Tiles begin at any row, so that factors of rows are
+    loaded one by one."""
     compile_alone(kernel, MANY, hopper_kernels.operands(sharding, 2880, 2880), tmp_path, monkeypatch)
     (text,) = [path.read_text() for path in tmp_path.glob("*.ptx")]
     assert not re.search(r"ld\.(global\.)?v[24]\.[bf]32", text)
