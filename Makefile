@@ -79,7 +79,7 @@ test-thorough: $(READY)  ## the long ones that CI runs too: further members of t
 	$(RUN_TESTS) "thorough and not slow and not clients" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 test-slow: $(READY)  ## what all others leave out: an hour or more
-	$(RUN_TESTS) "slow and not clients" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+	$(RUN_TESTS) "slow and not clients" -n $(JOBS) --dist worksteal -o faulthandler_timeout=7200 $(PYTEST_ARGS)
 
 kernel-test: $(READY)  ## the CUDA kernels on host threads, and the networks that they are tested over: C++, no CUDA, no GPU
 	$(BIN)/python -m pytest tests/native -m "kernels and not slow and not thorough" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
@@ -140,7 +140,7 @@ wheel: $(READY)  ## the sdist and a manylinux wheel with the CUDA modules in dis
 	$(PURE_WHEEL) --wheel-dir dist/pure
 	$(BIN)/check-wheel-contents dist/pure/*.whl
 	$(BIN)/python -m cibuildwheel --platform linux --print-build-identifiers
-	XEN_MOE_WHEEL=$$(echo dist/*.whl) XEN_MOE_WHEEL_CUDA=1 $(BIN)/python -m pytest -q tests/tools/test_wheel.py
+	XEN_MOE_WHEEL=$$(echo dist/*.whl) XEN_MOE_WHEEL_CUDA=1 $(BIN)/python -m pytest -q -o faulthandler_timeout=2700 --durations=4 -rP tests/tools/test_wheel.py
 
 release: $(READY)  ## the sdist and the wheels of all platforms in dist/ (needs docker, and QEMU for a foreign one)
 	rm -rf dist
