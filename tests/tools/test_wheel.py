@@ -16,7 +16,7 @@ from tests.support import ROOT
 from xen_moe_jax._tested_jax import NEWEST_JAX
 
 BESIDE_OTHERS = 2400
-"""Seconds for what compiles for minutes: CI runs this file with a low priority, beside steps that keep all cores busy."""
+"""Seconds for what compiles for minutes: CI runs this file with a low priority, beside steps that keep cores busy."""
 PROGRAM = ROOT / "tests" / "support" / "installed_package.py"
 WHEEL = os.environ.get("XEN_MOE_WHEEL", "")
 
