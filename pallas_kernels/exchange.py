@@ -149,22 +149,25 @@ def semaphore_counts(count: int) -> tuple[int, int]:
     return 1, recv_semaphores(count)
 
 
-def start(x: jax.Array, runs: Runs, *, rows: int, axes: peers.Axes, launch: Launch) -> Started:
-    """Starts an `exchange` into a fresh buffer of `rows` rows; `runs.expected` is for `done`."""
-    count = runs.ids.shape[0]
+def start(
+    x: jax.Array, runs: Runs, *, rows: int, axes: peers.Axes, launch: Launch, output: jax.Array | None = None
+) -> Started:
+    """Starts an `exchange` into a fresh buffer of `rows` rows, or into `output`, whose other rows stay as they are;
+    `runs.expected` is for `done`."""
+    count, given = runs.ids.shape[0], [] if output is None else [output]
     hbm, sem = pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pltpu.SEMAPHORE)
     return Started(
         *launch.call(
             functools.partial(_start_body, axes=axes, count=count),
             _Refs,
-            [*Runs._fields[:5], "x", "passed_on", "out", "send", "recv", "credits"],
+            [*Runs._fields[:5], "x", *["given"] * len(given), "passed_on", "out", "send", "recv", "credits"],
             name="xen_moe_start",
             remote=True,
             by_dma=True,
             pending=True,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=5,
-                in_specs=[hbm],
+                in_specs=[hbm] * (1 + len(given)),
                 out_specs=[hbm, hbm, sem, sem],
                 scratch_shapes=[pltpu.SemaphoreType.REGULAR],
             ),
@@ -173,15 +176,15 @@ def start(x: jax.Array, runs: Runs, *, rows: int, axes: peers.Axes, launch: Laun
                 ((rows, *x.shape[1:]), x.dtype),
                 *(pltpu.SemaphoreType.DMA((n,)) for n in semaphore_counts(count)),
             ],
-            aliases={5: 0},
-        )(*runs[:5], x)
+            aliases={5: 0} | ({6: 1} if given else {}),
+        )(*runs[:5], x, *given)
     )
 
 
-def done(started: Started, sizes: jax.Array, expected: jax.Array, *, launch: Launch) -> jax.Array:
-    """Finishes an `exchange`: waits for the sends and the arrivals; returns the received rows."""
+def done(started: Started, sizes: jax.Array, expected: jax.Array, *, launch: Launch) -> tuple[jax.Array, jax.Array]:
+    """Finishes an `exchange`: waits for the sends and the arrivals; returns the operand and the received rows."""
     hbm, sem = pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pltpu.SEMAPHORE)
-    _, out = launch.call(
+    x, out = launch.call(
         functools.partial(_done_body, count=sizes.shape[0]),
         _Refs,
         ["sizes", "expected", "x", "given", "send", "recv", "passed_on", "out"],
@@ -195,4 +198,4 @@ def done(started: Started, sizes: jax.Array, expected: jax.Array, *, launch: Lau
         out_shape=[(a.shape, a.dtype) for a in started[:2]],
         aliases={2: 0, 3: 1},
     )(sizes, expected, *started)
-    return out
+    return x, out

@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -90,6 +90,27 @@ def visits_of(group_sizes: jax.Array, rows: int, tile: int, least: int = 0) -> t
     of_group = jnp.arange(groups, dtype=jnp.int32)[None, :] == group[:, None]
     begin = jnp.sum(jnp.where(of_group, (first - until + count)[None, :], 0), axis=1, dtype=jnp.int32)
     return jnp.where(group < groups, jnp.clip(begin + visit, 0, tiles - 1), tiles - 1), group, ends
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """The rows from `first` on, `count` of `rows`; multiples of a tile's rows. A kernel reads and makes these alone.
+
+    An operand of `count` rows has the rows of the window, and one of `rows` rows has all of them. `into` has the
+    results with all rows by their numbers: an array, whose other rows stay as they are, or None for a fresh one, whose
+    other rows are unspecified. Every other result has the rows of the window.
+    """
+
+    first: int
+    count: int
+    rows: int
+    into: Mapping[int, jax.Array | None] = dataclasses.field(default_factory=dict)
+
+    def of(self, group_sizes: jax.Array) -> jax.Array:
+        """Returns int32 `[G]`: how many rows of each group are in the window."""
+        ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+        inside = [jnp.clip(at, self.first, self.first + self.count) for at in (ends - group_sizes, ends)]
+        return inside[1] - inside[0]
 
 
 ALIGNMENT = 16
@@ -241,6 +262,7 @@ def grouped_products(
     halves: bool = False,
     tiles: Tiles,
     launch: Launch,
+    window: Window | None = None,
 ) -> list[jax.Array]:
     """Rows times each of several weights of their experts, and the activation of the products.
 
@@ -280,6 +302,7 @@ def grouped_products(
         halves=2 if halves else 1,
         tiles=tiles,
         launch=launch,
+        window=window,
     )
 
 
@@ -291,6 +314,7 @@ def grouped_transposed(
     halves: bool = False,
     tiles: Tiles,
     launch: Launch,
+    window: Window | None = None,
 ) -> jax.Array:
     """Rows times the transposed weights of their experts.
 
@@ -315,6 +339,7 @@ def grouped_transposed(
         halves=parts,
         tiles=tiles,
         launch=launch,
+        window=window,
     )
     return out
 
@@ -329,7 +354,8 @@ def activation_gradients(
     activation: Any,
     tiles: Tiles,
     launch: Launch,
-) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    window: Window | None = None,
+) -> list[jax.Array]:
     """Gradients of `(f * a(projections)) @ weight[expert]`, without the product's value.
 
     Args:
@@ -339,8 +365,9 @@ def activation_gradients(
       tiles: their columns divide `B`.
 
     Returns:
-      The cotangents of the projections; `f * a(projections)`, `[C, B]`; and float32 `[C]`, the cotangent of `f`. All of
-      them are zero past the last group.
+      The cotangents of the projections, in their place; `f * a(projections)`, `[C, B]`; and float32
+      `[N, C / rows, rows / 16, 16]`, whose sum over `N` tiles of columns is the cotangent of `f`. All of them are zero
+      past the last group. With a window the last two have its rows alone.
     """
 
     def finish(refs: Any, here: Any, totals: Sequence[jax.Array], store: Store) -> None:
@@ -357,7 +384,7 @@ def activation_gradients(
         )
         store(getattr(refs, f"out_{len(projections) + 1}"), by_factor[:1])
 
-    *by_projections, weighted, by_factors = _launched(
+    return _launched(
         "xen_moe_activation_gradients",
         [cotangent],
         [weight],
@@ -369,8 +396,9 @@ def activation_gradients(
         of_rows=1,
         tiles=tiles,
         launch=launch,
+        window=window,
+        in_place=len(projections),
     )
-    return by_projections, weighted, jnp.sum(by_factors, axis=0).reshape(-1)
 
 
 def _launched(
@@ -389,6 +417,8 @@ def _launched(
     halves: int = 1,
     tiles: Tiles,
     launch: Launch,
+    window: Window | None = None,
+    in_place: int = 0,
 ) -> list[jax.Array]:
     """Runs the kernel.
 
@@ -401,46 +431,60 @@ def _launched(
       halves: 2 for results `[2 * C, B / 2]`, rows in halves; else 1. With 2, `weights` has every weight twice: the
         kernel reads blocks of the first half of the columns from the first half of the list, and blocks of the second
         half of the columns from the second half of the list.
+      in_place: so many results take the place of the first operands in `extra`. A tile is written when it has been
+        read, because the visits of a tile follow each other.
 
     Returns:
       The results, then the further ones.
     """
-    (rows, depth), (local, *shape), dtype = given[0].shape, weights[0].shape, given[0].dtype
+    depth, (local, *shape), dtype = given[0].shape[1], weights[0].shape, given[0].dtype
     width = shape[0 if transposed else 1] // halves
     sizes = group_sizes.astype(jnp.int32)
+    if window is None:
+        window = Window(0, given[0].shape[0], given[0].shape[0])
+    else:
+        sizes = window.of(sizes)
     if zeros:  # what follows the last expert is a group, too
-        sizes = jnp.append(sizes, jnp.maximum(rows - jnp.sum(sizes, dtype=jnp.int32), 0))
-    table = visits_of(sizes, rows, tiles.rows)
+        sizes = jnp.append(sizes, jnp.maximum(window.count - jnp.sum(sizes, dtype=jnp.int32), 0))
+    table = visits_of(sizes, window.count, tiles.rows)
     across, steps = pl.cdiv(width, tiles.columns), depth // tiles.depth
-    numbers = (tiles.rows // ALIGNMENT, ALIGNMENT)
 
-    def of_given(n: Any, v: Any, k: Any, tile: Any, expert: Any, ends: Any) -> Any:
+    def above(rows: int) -> int:
+        """Tiles in front of the window in an array of `rows` rows."""
+        return 0 if rows == window.count else window.first // tiles.rows
+
+    def of_given(first: int, n: Any, v: Any, k: Any, tile: Any, expert: Any, ends: Any) -> Any:
         del n, expert, ends
-        return tile[v], k
+        return tile[v] + first, k
 
     def of_weights(half: int, n: Any, v: Any, k: Any, tile: Any, expert: Any, ends: Any) -> Any:
         del tile, ends
         n = n + half * across
         return jnp.minimum(expert[v], local - 1), *((n, k) if transposed else (k, n))
 
-    def of_tiles(n: Any, v: Any, k: Any, tile: Any, expert: Any, ends: Any) -> Any:
-        del k, expert, ends
-        return tile[v], n
+    def block(rows: int, one: bool = False) -> pl.BlockSpec:
+        """Tiles of an array of `rows` rows, or of an array with one column."""
 
-    def of_factors(n: Any, v: Any, k: Any, tile: Any, expert: Any, ends: Any) -> Any:
-        del n, k, expert, ends
-        return tile[v], 0
+        def at(n: Any, v: Any, k: Any, tile: Any, expert: Any, ends: Any) -> Any:
+            del k, expert, ends
+            return tile[v] + above(rows), 0 if one else n
+
+        return pl.BlockSpec((tiles.rows, 1) if one else (halves * tiles.rows, tiles.columns), at)
 
     def of_sums(n: Any, v: Any, k: Any, tile: Any, expert: Any, ends: Any) -> Any:
         del k, expert, ends
         return n, tile[v], 0, 0
 
-    block = pl.BlockSpec((halves * tiles.rows, tiles.columns), of_tiles)
-    beside = [block if a.shape[1] == width else pl.BlockSpec((tiles.rows, 1), of_factors) for a in extra]
+    before = 3 + len(given) + len(weights)
+    filled = [(n, a) for n, a in window.into.items() if a is not None]
+    aliases = {n: n - before for n in range(before, before + in_place)}
+    aliases |= {before + len(extra) + at: n for at, (n, _) in enumerate(filled)}
+    high = [window.rows if n < in_place or n in window.into else window.count for n in range(results)]
+    numbers = (window.count // tiles.rows, tiles.rows // ALIGNMENT, ALIGNMENT)
     outs = results + of_rows
     references = ["tiles", "experts", "ends", *(f"rows_{n}" for n in range(len(given)))]
     references += [f"weight_{n}" for n in range(len(weights))] + [f"extra_{n}" for n in range(len(extra))]
-    references += [f"out_{n}" for n in range(outs)]
+    references += [f"into_{n}" for n, _ in filled] + [f"out_{n}" for n in range(outs)]
     scratch = [pltpu.VMEM((tiles.rows, tiles.columns), jnp.float32)] * (len(sums) if steps > 1 else 0)
     of_step = (tiles.columns, tiles.depth) if transposed else (tiles.depth, tiles.columns)
     body = functools.partial(
@@ -457,15 +501,18 @@ def _launched(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(across, table[0].shape[0], steps),
-            in_specs=[pl.BlockSpec((tiles.rows, tiles.depth), of_given)] * len(given)
+            in_specs=[
+                pl.BlockSpec((tiles.rows, tiles.depth), functools.partial(of_given, above(a.shape[0]))) for a in given
+            ]
             + [
                 pl.BlockSpec((1, *of_step), functools.partial(of_weights, halves * n // len(weights)))
                 for n in range(len(weights))
             ]
-            + beside,
-            out_specs=[block] * results + [pl.BlockSpec((1, 1, *numbers), of_sums)] * of_rows,
+            + [block(a.shape[0], a.shape[1] != width) for a in extra]
+            + [pl.BlockSpec(memory_space=pltpu.HBM)] * len(filled),
+            out_specs=[block(rows) for rows in high] + [pl.BlockSpec((1, 1, *numbers[1:]), of_sums)] * of_rows,
             scratch_shapes=scratch,
         ),
-        out_shape=[((halves * rows, width), dtype)] * results
-        + [((across, rows // tiles.rows, *numbers), jnp.float32)] * of_rows,
-    )(*table, *given, *weights, *extra)
+        out_shape=[((halves * rows, width), dtype) for rows in high] + [((across, *numbers), jnp.float32)] * of_rows,
+        aliases=aliases,
+    )(*table, *given, *weights, *extra, *(a for _, a in filled))

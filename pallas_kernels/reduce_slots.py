@@ -73,6 +73,7 @@ class _Refs:
     sent: Any
     send: Any
     weights: Any = None
+    into: Any = None
     weight_rows: Any = None
     recv: Any = None
     credits: Any = None
@@ -375,6 +376,7 @@ def reduce_slots(
     launch: Launch,
     cores: int = 1,
     halved: bool = False,
+    into: jax.Array | None = None,
 ) -> jax.Array:
     """Reduces each pair's rows and sends the partial sums.
 
@@ -388,6 +390,7 @@ def reduce_slots(
         this rank (`axes=None`).
       halved: read `y` as `[2 * C, hidden / 2]`; `y` must be bfloat16, and `hidden` a multiple of 256. Where a kernel
         made `y` in this form, the DMAs read half as many bytes; elsewhere XLA copies `y` first.
+      into: of the form of the result, which it becomes; rows that no pair addresses stay. For `axes=None`.
 
     Returns:
       int32 `[staging_rows, *record.shape]`; rows that no rank addressed are unspecified.
@@ -439,9 +442,12 @@ def reduce_slots(
         names.append("weights")
         scratch_shapes.append(pltpu.VMEM((2, slots, group // TILE, TILE, LANES), jnp.float32))
         operands.append(jnp.pad(weights, (0, -weights.shape[0] % LANES)).reshape(-1, LANES))
+    if into is not None:
+        names.append("into")
+        operands.append(into)
     names += ["target", "table", "table_came", "state", "buffer", "arrived", "acc", "outgoing", "sent", "send"]
     names += ["recv", "credits"] if axes is not None else []
-    names += ["weight_rows"] if operands else []
+    names += ["weight_rows"] if weights is not None else []
     paired = words == jnp.int32 and not halved
     static = _Static(record, quantize, columns, weights is not None, paired, halved, axes, cores, table)
     return launch.call(
@@ -463,4 +469,5 @@ def reduce_slots(
             scratch_shapes=scratch_shapes,
         ),
         out_shape=((pairs.staging_rows, *record.shape), jnp.int32),
+        aliases={} if into is None else {6 + len(operands): 0},
     )(expected, zero, visits, count, ordered, tables, y, *operands)

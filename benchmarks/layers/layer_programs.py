@@ -271,14 +271,17 @@ def forward(stack: Layer) -> Callable[..., Any]:
     return stack
 
 
-def forward_and_backward(stack: Layer) -> Callable[..., Any]:
-    """The output, and gradients for the tokens and all weights."""
+def forward_and_backward(stack: Layer, *, in_turn: bool = False) -> Callable[..., Any]:
+    """The output, and gradients for the tokens and all weights. With `in_turn` nothing of the backward pass begins
+    before the output is there, as in a model."""
 
     def run(weights: Weights, x: jax.Array, topk_idx: jax.Array) -> Any:
         def loss(weights: Weights, x: jax.Array) -> Any:
             y = stack(weights, x, topk_idx)
             # the tokens as cotangents: random ones, since a GPU multiplies constants faster
             cotangent = jnp.tile(jax.lax.stop_gradient(x), (y.shape[0] // x.shape[0], 1))
+            if in_turn:
+                y, cotangent = jax.lax.optimization_barrier((y, cotangent))
             return jnp.sum(y.astype(jnp.float32) * cotangent.astype(jnp.float32)), y
 
         # the output is a result: XLA would not compute the last matmul for gradients alone

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import pathlib
 import re
@@ -405,6 +406,8 @@ class Grid(NamedTuple):
       given, beside: bytes that HBM moves in all steps for one row of the operands that are multiplied; for one row of
         all other operands and of the results.
       weights: bytes that HBM moves in all steps for one expert's weights, or for their gradient.
+      first_row, window: the first row of the window whose rows the call makes or reads, and how many rows it has.
+      awaited: bytes of sums that a gradient by the weights of a window reads and writes while nothing else runs.
     """
 
     kernel: str
@@ -420,6 +423,18 @@ class Grid(NamedTuple):
     given: int
     beside: int
     weights: int
+    first_row: int = 0
+    window: int = 0
+    awaited: int = 0
+
+    def of_window(self, experts: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns how many of each expert's rows are in the window."""
+        ends = list(itertools.accumulate(experts))
+        inside = [
+            [min(max(at - self.first_row, 0), self.window) for at in (end - size, end)]
+            for end, size in zip(ends, experts, strict=True)
+        ]
+        return tuple(end - begin for begin, end in inside)
 
 
 def grid_of(name: str, keywords: dict[str, Any], spec: Any, results: Any) -> Grid:
@@ -428,24 +443,32 @@ def grid_of(name: str, keywords: dict[str, Any], spec: Any, results: Any) -> Gri
     Args:
       keywords: of the kernel's body. spec: its `grid_spec`. results: shape and dtype of each result.
     """
-    tiles, ((rows, *_), dtype) = keywords["tiles"], results[0]
+    tiles, ((rows, *_), dtype), awaited = keywords["tiles"], results[0], 0
     if name == BY_WEIGHT:
         across, tile = math.prod(spec.grid[:2]), tiles.above * tiles.columns
         sizes = (False, across * (tiles.above + tiles.columns), 0, across * tile)
-        pairs, rows = 1, 0
+        pairs, rows, first_row, window = 1, 0, 0, (spec.grid[2] - keywords["local"]) * tiles.rows
+        if part := keywords["window"]:
+            first_row, ends = part.first, (part.first, part.rows - part.first - part.count)
+            awaited = 4 * across * tile * sum(beyond > 0 for beyond in ends)
     else:
         across, steps, pairs = spec.grid[0] * spec.grid[2], spec.grid[2], sum(map(len, keywords["sums"]))
         tile = tiles.columns * tiles.depth
         count = 1 + max(left for terms in keywords["sums"] for left, _ in terms)
         blocks = [*spec.in_specs[count + pairs :], *spec.out_specs]
-        shapes = [block.block_shape for block in blocks if len(block.block_shape) == 2]
+        shapes = [block.block_shape for block in blocks if len(block.block_shape or ()) == 2]
         beside = spec.grid[0] * sum(high // tiles.rows * wide for high, wide in shapes)
+        groups = keywords["local"] + keywords["zeros"]
+        every = [block for block in [*spec.in_specs[:count], *blocks] if len(block.block_shape or ()) == 2]
+        above = max(block.index_map(0, 0, 0, [0], [0], [0])[0] for block in every)
+        first_row, window = above * tiles.rows, (spec.grid[1] - groups) * tiles.rows
         sizes = (steps > 1, across * count * tiles.depth, beside, across * pairs * tile)
     split, *moved = sizes
     products = pairs * tiles.piece * tile
+    given, other, weights = (n * dtype.itemsize for n in moved)
     return Grid(
         name, products, math.prod(spec.grid), spec.grid[0], across, tiles.piece, tiles.rows, tiles.columns, rows, split,
-        *(n * dtype.itemsize for n in moved),
+        given, other, weights, first_row, window, awaited,
     )  # fmt: skip
 
 

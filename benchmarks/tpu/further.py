@@ -272,7 +272,7 @@ def _times(one: Further, given: Given, case: Case, program: Any, generation: str
         return row
     if one.make is experts:
         cycles = layer.grouped_cycles(program, chip, routing.experts)
-        kernels = {name: round(n * us, 3) for name, n in cycles.items()}
+        kernels = {name: round(sum(each) * us, 3) for name, each in cycles.items()}
         return {"kernels": kernels, "uncounted": {}, "floor_us": sum(kernels.values()) + xla}
     counts, uncounted = bundles.counts_and_rest(program, routing, False, one.slices)
     kernels = {kernel: round(c.total * us, 3) for kernel, c in counts.items()}

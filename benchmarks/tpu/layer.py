@@ -17,7 +17,7 @@ import itertools
 import json
 import pathlib
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,10 +34,11 @@ Memory of one device as the compiled program has it: temporary bytes as XLA repo
 which count gaps between buffers twice, and the bytes that temporary buffers take, gaps once. Wire: bytes that leave a
 device in the two exchanges of the forward and the two of the backward pass, with uniform routing, over the all-to-all
 bandwidth of the torus. Kernels: VLIW bundles of our kernels, one a cycle. hbm_us: their bytes over HBM's bandwidth,
-where the sums of the floor take the longer one. flight_us: our kernels between the start and the done of an exchange,
-as the program is scheduled. XLA: its own estimate of its operations; the
-grouped matmuls, scalar gathers, sorts and collectives have none and are not in it. grouped_us: our kernels of the
-matmuls' gradients, by bundles or by the peak of the matrix units, the longer one for each piece of rows."""
+where the sums of the floor take the longer one. timeline: the scheduled program as steps: time of our kernels, starts
+with the part of an exchange that leaves, and the starts that are waited for. XLA: its own estimate of
+its operations; the grouped matmuls, scalar gathers, sorts and collectives have none and are not in it. grouped_us: our
+kernels of the matmuls' gradients, by bundles or by the peak of the matrix units, the longer one for each piece of
+rows."""
 TARGETS = {
     "v5p:2x2x1": "v5p",
     "v5e:2x4": "v5e",
@@ -184,7 +185,9 @@ def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) ->
     own = program == tpu_layer_programs.OWN
     version = {"tokamax": importlib.metadata.version("tokamax")} if matmul == "tokamax" else {}
     ici = ici_bytes(own, devices, seed)
-    flying = tpu_layer_programs.in_flight(compiled.text)
+    order = tpu_layer_programs.scheduled(compiled.text) if own else []
+    by_weight = [grid.window for grid in compiled.grids if grid.kernel == tpu_bundles.BY_WEIGHT]
+    schedule = timeline(order, counted, grouped, by_weight, *waves_of(devices, seed)) if own else []
     return {
         "topology": topology,
         "devices": devices,
@@ -200,14 +203,18 @@ def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) ->
         "wire_us": round(chip.all_to_all_us(ici, devices), 1),
         "kernels_us": round(sum(counted.values()) * us, 1),
         "by_kernel_us": {name: round(cycles * us, 1) for name, cycles in counted.items()},
-        "grouped_us": {name: round(cycles * us, 1) for name, cycles in grouped.items()},
+        "grouped_us": {name: round(sum(cycles) * us, 1) for name, cycles in grouped.items()},
         "ragged_us": ragged_us(compiled.text, chip, experts),
         **(
-            {"hbm_us": hbm_us(chip, devices, seed, matmul == "auto" and generation in hardware.HALVES, bool(flying))}
+            {"hbm_us": hbm_us(chip, devices, seed, matmul == "auto" and generation in hardware.HALVES, counted)}
             if own
             else {}
         ),
-        **({"flight_us": round(sum(part * grouped[name] for name, part in flying.items()) * us, 1)} if flying else {}),
+        **(
+            {"timeline": [[kind, round(n * us, 1) if kind in ("core", "sends") else n] for kind, n in schedule]}
+            if own
+            else {}
+        ),
         "uncounted": uncounted,
         "xla_us": round(tpu_bundles.xla_cycles(compiled.text) * us, 1),
         "scalar_operations": tpu_bundles.scalar_operations(compiled.text),
@@ -218,10 +225,12 @@ def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) ->
 def kernel_cycles(program: tpu_bundles.Program, devices: int, seed: int) -> tuple[dict[str, float], dict[str, str]]:
     """Cycles of the library's kernels by name, instances of one name together; and the kernels that were not counted,
     with reasons."""
+    from benchmarks.tpu import layer_programs as tpu_layer_programs
+
     group = tpu_bundles.grouping(program)
     routing = tpu_bundles.uniform_routing(TOKENS, devices, SIZES["experts"], SIZES["top_k"], group, seed)
     works = tpu_bundles.works(program, routing, padded=False)
-    counted: dict[str, float] = {}
+    each: dict[str, list[float]] = collections.defaultdict(list)
     uncounted = {}
     for name, loop in program.every_kernel:
         if name in tpu_bundles.GROUPED:
@@ -230,21 +239,31 @@ def kernel_cycles(program: tpu_bundles.Program, devices: int, seed: int) -> tupl
             uncounted[name] = "its trips are not modelled"
             continue
         try:
-            counted[name] = counted.get(name, 0.0) + tpu_bundles.count(loop, works[name]).total
+            each[name].append(tpu_bundles.count(loop, works[name]).total)
         except ValueError as error:
             uncounted[name] = str(error)[:200]
+    calls = collections.Counter(name.split()[0] for name in tpu_layer_programs.scheduled(program.text))
+    counted = {}
+    for name, found in each.items():
+        times: float = len(found)
+        if name in ("xen_moe_start", "xen_moe_done", "xen_moe_order_pairs"):  # equal calls are one kernel
+            times = calls[name]
+        elif name in ("xen_moe_place", "xen_moe_reduce_slots_local"):  # windows have the work of one call together
+            times = min(times, 2)
+        counted[name] = sum(found) / len(found) * times
     return counted, uncounted
 
 
 def grouped_cycles(
     program: tpu_bundles.Program, chip: tpu_topologies.Topology, experts: tuple[int, ...]
-) -> dict[str, float]:
-    """Cycles of our kernels of the matmuls and of their gradients by name, instances of one name together.
+) -> dict[str, list[float]]:
+    """Cycles of our kernels of the matmuls and of their gradients by name, of each call in the order of the program.
 
     A piece of rows takes its bundles, or the peak time of its products where that is longer. A kernel takes the time of
-    its pieces and steps, or the time in which HBM moves its bytes where that is longer. Pieces with more products have
-    more bundles: in the order of their longest pieces kernels of the dump and calls that were traced are matched, and
-    within a kernel its loops and the sizes of its pieces. Calls of the same shapes may be one kernel.
+    its pieces and steps, or the time in which HBM moves its bytes where that is longer, and that of the sums for which
+    it waits. Pieces with more products have more bundles: in the order of their longest pieces kernels of the dump and
+    calls that were traced are matched, and within a kernel its loops and the sizes of its pieces. Calls of the same
+    shapes may be one kernel.
 
     Args:
       experts: rows of each expert of a rank.
@@ -252,37 +271,48 @@ def grouped_cycles(
     Raises:
       ValueError: there are other kernels than calls.
     """
-    found, rows = {}, sum(experts)
+    found = {}
     for name in tpu_bundles.GROUPED:
-        calls = collections.Counter(grid for grid in program.grids if grid.kernel == name)
+        calls = [grid for grid in program.grids if grid.kernel == name]
         loops = sorted((loop for kernel, loop in program.every_kernel if kernel == name), key=_of_grid)
-        alike = len(loops) == len(calls)
-        grids = sorted(calls if alike else calls.elements(), key=lambda grid: (_longest(experts, grid), grid))
-        if len(grids) != len(loops):
-            raise ValueError(f"{name}: {len(loops)} kernels in the dump, {sum(calls.values())} calls")
-        found[name] = 0.0
-        for grid, loop in zip(grids, loops, strict=True):
-            bundles = _of_grid(loop)
-            whole, more, seen = pieces(experts, grid)
-            longer = [bundles.pop(0) for _ in more][::-1]
-            zeros = bool(grid.rows) and name != tpu_bundles.GROUPED[0]
-            if len(bundles) <= zeros:
-                raise ValueError(f"{name}: a step has other loops than its pieces and zeros")
-            step = sum(inner.bundles for inner in loop.inner)
-            least = 2 * grid.products * loop.cores / chip.flops_per_s * chip.clock_hz
-            work = whole * max(bundles[0], least)
-            work += sum(
-                n * max(b, size / grid.piece * least) for b, (size, n) in zip(longer, more.items(), strict=True)
-            )
-            if zeros:  # past the last group
-                work += (grid.rows - rows) // grid.piece * bundles[-1]
-            moved = (seen * grid.tile if grid.split else rows) * grid.given + rows * grid.beside
-            moved += (seen if grid.split else len(experts)) * grid.weights
-            busiest = -(-grid.shared // loop.cores) / grid.shared  # the part of the core that has the most tiles
-            cycles = (grid.steps * step + grid.across * work) * busiest
-            cycles = max(cycles, moved / chip.hbm_bytes_per_s * chip.clock_hz)
-            found[name] += (calls[grid] if alike else 1) * cycles
-    return {name: cycles for name, cycles in found.items() if cycles}
+        alike = [grid._replace(first_row=0) for grid in calls]
+        for kernels in (calls, alike, list(enumerate(calls))):  # the kernel of each call
+            if len(set(kernels)) == len(loops):
+                break
+        else:
+            raise ValueError(f"{name}: {len(loops)} kernels in the dump, {len(calls)} calls")
+        grids = dict(zip(kernels, calls, strict=True))
+        order = sorted(grids, key=lambda kernel: (_longest(experts, grids[kernel]), grids[kernel]))
+        of_kernel = dict(zip(order, loops, strict=True))
+        if calls:
+            found[name] = [
+                _cycles(grid, of_kernel[kernel], chip, experts) for kernel, grid in zip(kernels, calls, strict=True)
+            ]
+    return found
+
+
+def _cycles(grid: tpu_bundles.Grid, loop: Loop, chip: tpu_topologies.Topology, experts: tuple[int, ...]) -> float:
+    """Cycles of a call, as in `grouped_cycles`."""
+    bundles = _of_grid(loop)
+    inside = grid.of_window(experts)
+    whole, more, seen = pieces(inside, grid)
+    longer = [bundles.pop(0) for _ in more][::-1]
+    zeros = bool(grid.rows) and grid.kernel != tpu_bundles.GROUPED[0]
+    if len(bundles) <= zeros:
+        raise ValueError(f"{grid.kernel}: a step has other loops than its pieces and zeros")
+    step = sum(inner.bundles for inner in loop.inner)
+    least = 2 * grid.products * loop.cores / chip.flops_per_s * chip.clock_hz
+    work = whole * max(bundles[0], least)
+    work += sum(n * max(b, size / grid.piece * least) for b, (size, n) in zip(longer, more.items(), strict=True))
+    rows, present = sum(inside), sum(size > 0 for size in inside)
+    if zeros:  # past the last group
+        work += (grid.window - rows) // grid.piece * bundles[-1]
+    moved = (seen * grid.tile if grid.split else rows) * grid.given + rows * grid.beside
+    moved += (seen if grid.split else present) * grid.weights
+    busiest = -(-grid.shared // loop.cores) / grid.shared  # the part of the core that has the most tiles
+    cycles = (grid.steps * step + grid.across * work) * busiest
+    of_hbm = chip.clock_hz / chip.hbm_bytes_per_s
+    return max(cycles, moved * of_hbm) + grid.awaited * of_hbm
 
 
 def ragged_us(text: str, chip: tpu_topologies.Topology, experts: tuple[int, ...]) -> list[float]:
@@ -315,14 +345,100 @@ def visits(sizes: tuple[int, ...], rows: int) -> int:
     return sum(-(-end // rows) - (end - size) // rows for end, size in zip(ends.tolist(), sizes, strict=True) if size)
 
 
+class Waves(NamedTuple):
+    """Waves of `experts.waves` in one exchange, by uniform routing.
+
+    Attributes:
+      rows: which part of a rank's rows each window has. carried: which part of the exchange each wave carries.
+      buffer: records in the buffer from which the waves leave, if they go home; else 0.
+    """
+
+    rows: list[float]
+    carried: list[float]
+    buffer: int = 0
+
+
+def waves_of(devices: int, seed: int) -> list[Waves]:
+    """Returns the waves of our layer: of the outputs, and of the cotangents. A record goes there with its token's first
+    row on a rank, and back with the last."""
+    from benchmarks.tpu import layer_programs as tpu_layer_programs
+    from xen_moe_jax._spec import Spec
+    from xen_moe_jax.experts import waves
+
+    capacity = tpu_layer_programs.capacity(tpu_layer_programs.workload(devices, TOKENS, SIZES))
+    spec = Spec(("ep",), (devices,), SIZES["experts"], TOKENS, SIZES["top_k"], "grouped", capacity, 1)
+    rng, local = np.random.default_rng(seed), -(-SIZES["experts"] // devices)
+    idx = np.argpartition(rng.random((8 * TOKENS, SIZES["experts"]), np.float32), SIZES["top_k"], axis=1)
+    idx = idx[:, : SIZES["top_k"]]
+    rows, here, fraction = TOKENS * SIZES["top_k"], idx < local, rng.random(8 * TOKENS)
+    found = []
+    for back in (True, False):
+        cut = waves.windows(spec, back=back)
+        ends = np.array([min(end, rows) for _, end in cut]) / rows
+        expert = np.where(here, idx, -1).max(1) if back else idx.min(1)
+        place = np.sort((expert + fraction)[here.any(1)])
+        carried = np.diff(np.searchsorted(place, ends * local), prepend=0) / len(place)
+        buffer = waves.areas(cut)[-1] if back else 0
+        found.append(Waves(np.diff(ends, prepend=0).tolist(), [round(float(part), 4) for part in carried], buffer))
+    return found
+
+
+def timeline(
+    order: list[str],
+    counted: dict[str, float],
+    grouped: dict[str, list[float]],
+    by_weight: list[int],
+    outputs: Waves,
+    cotangents: Waves,
+) -> list[tuple[str, float]]:
+    """Returns what a program does, step by step: ("core", cycles of kernels), ("start", the part of an exchange that
+    leaves), ("done", number of the start that is waited for), or ("sends", cycles of a kernel that sends an exchange
+    and waits for it).
+
+    Args:
+      order: the kernels of the program. counted: cycles of all calls of a kernel. grouped: of each call, as traced.
+      by_weight: rows of each gradient by weights, as traced.
+    """
+    every = collections.Counter(name.split()[0] for name in order)
+    each = {name: list(found) for name, found in grouped.items() if name != tpu_bundles.BY_WEIGHT}
+    for one, rows in zip(grouped.get(tpu_bundles.BY_WEIGHT, []), by_weight, strict=True):  # they run in another order
+        each.setdefault(f"{tpu_bundles.BY_WEIGHT} {rows}", []).append(one)
+    for name, found in each.items():
+        if len(found) != order.count(name):
+            raise ValueError(f"{name}: {order.count(name)} calls in the program, {len(found)} were traced")
+    starts = [name for name in order if name.startswith("xen_moe_start")]
+    home = f"xen_moe_start {outputs.buffer}"
+    carried = [*cotangents.carried, 1.0] if home in starts else [1.0] * len(starts)
+    parts = {True: list(outputs.carried), False: carried}
+    if home in starts:  # of the windows of both passes; the sums of the rows' gradient are behind them
+        each["xen_moe_place"] = [counted["xen_moe_place"] / 2 * n for n in (1.0, *cotangents.rows)]
+        sums = counted["xen_moe_reduce_slots_local"] / 2
+        each["xen_moe_reduce_slots_local"] = [*(sums * n for n in outputs.rows), sums]
+    steps: list[tuple[str, float]] = []
+    for name in order:
+        kernel, _, number = name.partition(" ")
+        if kernel == "xen_moe_start":
+            steps.append(("start", parts[name == home].pop(0)))
+        elif kernel == "xen_moe_done":
+            steps.append(("done", int(number)))
+        elif kernel in layer_floor.SENDING:
+            steps.append(("sends", counted[kernel] / every[kernel]))
+        else:
+            cycles = each[name].pop(0) if name in each else counted.get(kernel, 0.0) / every[kernel]
+            before = steps.pop()[1] if steps and steps[-1][0] == "core" else 0.0
+            steps.append(("core", before + cycles))
+    return steps
+
+
 def hbm_us(
-    chip: tpu_topologies.Topology, devices: int, seed: int, halves: bool, apart: bool = False
+    chip: tpu_topologies.Topology, devices: int, seed: int, halves: bool, counted: dict[str, float]
 ) -> dict[str, float]:
     """Returns microseconds in which HBM moves the bytes of each kernel of the exchanges, forward and backward together.
 
     A record counts as its row of bfloat16. A row that `reduce_slots` reads counts as two, the rows that share its
-    words; or as one with `halves`, where both combines read rows that were made in halves. With `apart` the backward
-    pass has a start and a done: its kernel, `reduce_slots_local`, writes the sums, and their way is not in its time.
+    words; or as one with `halves`, where both combines read rows that were made in halves. Where an exchange has a
+    start and a done, `pack` or `reduce_slots_local` (a kernel in `counted`) writes what it sends, and the way of that
+    is not in its time.
     """
     routing = tpu_bundles.uniform_routing(
         TOKENS, devices, SIZES["experts"], SIZES["top_k"], tpu_bundles.Grouping(16), seed
@@ -333,8 +449,10 @@ def hbm_us(
         "xen_moe_reduce_slots": (1 if halves else 2) * routing.placed + routing.sent,
         "xen_moe_reduce_ranks": routing.sent + TOKENS,
     }
-    if apart:
-        rows["xen_moe_reduce_slots_local"] = rows["xen_moe_reduce_slots"] = rows["xen_moe_reduce_slots"] / 2
+    for whole, apart in layer_floor.SENDING.items():
+        if apart in counted:
+            rows[apart] = rows[whole] / 2 if whole in counted else rows.pop(whole)
+            rows |= {whole: rows[apart]} if whole in counted else {}
     us = 2 * SIZES["hidden"] * 2 / chip.hbm_bytes_per_s * 1e6
     return {name: round(n * us, 1) for name, n in rows.items()}
 

@@ -14,9 +14,9 @@ from typing import Any
 from benchmarks.tpu.topologies import Topology
 
 GOAL = 1.15
-SENDING = ("xen_moe_push", "xen_moe_reduce_slots")
-"""Kernels that send rows, once forward and once backward each. With a start and a done the backward pass has no
-`reduce_slots`."""
+SENDING = {"xen_moe_push": "xen_moe_pack", "xen_moe_reduce_slots": "xen_moe_reduce_slots_local"}
+"""Kernels that send rows, and wait until they are there; and by each the kernel that makes the rows for starts."""
+BY_WEIGHT = "xen_moe_grouped_by_weight"
 OF_KERNEL = {
     "xen_moe_grouped_products": 3,
     "xen_moe_grouped_transposed": 2,
@@ -45,26 +45,51 @@ def floor(row: dict[str, Any], chip: Topology, sizes: dict[str, int]) -> dict[st
     """Sums for a row of `benchmarks.tpu.layer`, in microseconds.
 
     Returns:
-      `matmuls_us`; `kernels_us`: the exchanges' kernels; `scheduled_us`: the layer as the compiled program runs it;
+      `matmuls_us`; `kernels_us`: the exchanges' kernels; `scheduled_us`: the layer as the compiled program runs it,
+      with the numbers that ranks gather first;
       `hidden_us`: no exchange makes the core wait; `goal_us`.
     """
     matmuls = matmuls_of(row, chip, sizes)
     wire, xla, kernels = row["wire_us"], row["xla_us"], kernels_us(row)
     core = matmuls + sum(beyond_peak_us(row, matmuls).values()) + xla + sum(kernels.values())
     # four exchanges of nearly the same bytes; the peer's have no kernel that sends
-    push, slots = (kernels.get(name, 0.0) for name in SENDING)
-    if row.get("flight_us"):
-        beyond = [push / 2, push / 2, slots, row["flight_us"]]
-    else:
-        beyond = [push / 2, push / 2, slots / 2, slots / 2]
-    waits = sum(max(wire / 4 - us, 0.0) for us in beyond)
+    whole = [["sends", kernels.get(name, 0.0) / 2] for name in SENDING] * 2
+    waits = waits_us(row.get("timeline", whole), wire / 4)
+    gathered = chip.all_gather_us(row.get("collective_bytes", {}).get("all-gather", 0), row["devices"])
     return {
         "matmuls_us": round(matmuls, 1),
         "kernels_us": round(sum(kernels.values()), 1),
-        "scheduled_us": round(core + waits, 1),
+        "scheduled_us": round(core + waits + gathered, 1),
         "hidden_us": round(max(core, wire), 1),
         "goal_us": round(GOAL * max(matmuls, wire), 1),
     }
+
+
+def waits_us(timeline: list[Any], exchange: float) -> float:
+    """Returns microseconds in which the core waits for the wire, in the steps of `layer.timeline`.
+
+    The wire carries one thing after the other, in the order in which they start.
+
+    Args:
+      exchange: microseconds of the wire for a whole exchange.
+    """
+    now = free = waits = 0.0
+    ends: list[float] = []
+    for kind, n in timeline:
+        if kind == "done":
+            waits += max(ends[n] - now, 0.0)
+            now = max(ends[n], now)
+            continue
+        if kind != "core":
+            free = max(free, now) + (n if kind == "start" else 1.0) * exchange
+        if kind == "start":
+            ends.append(free)
+        else:
+            now += n
+        if kind == "sends":
+            waits += max(free - now, 0.0)
+            now = max(free, now)
+    return waits
 
 
 def kernels_us(row: dict[str, Any]) -> dict[str, float]:
@@ -86,7 +111,7 @@ def beyond_peak_us(row: dict[str, Any], matmuls: float) -> dict[str, float]:
 
 
 PARTS: dict[str, tuple[str, ...]] = {
-    "`push`": ("xen_moe_push",),
+    "`push`": ("xen_moe_push", "xen_moe_pack"),
     "`place`": ("xen_moe_place",),
     "`reduce_slots`": ("xen_moe_reduce_slots", "xen_moe_reduce_slots_local", "xen_moe_start", "xen_moe_done"),
     "`reduce_ranks`": ("xen_moe_reduce_ranks",),

@@ -139,7 +139,8 @@ def compile_layer(
     layer = layer_programs.stacked(layer_of(program, config, work), 1)
     specs = layer_programs.weight_specs()
     mapped = jax.shard_map(
-        layer_programs.forward_and_backward(layer),
+        # only exchanges in waves could begin before their turn
+        layer_programs.forward_and_backward(layer, in_turn=(program, grouped_matmul, chunks) == (OWN, "auto", 1)),
         mesh=mesh,
         in_specs=(specs, RANK_SPEC, RANK_SPEC),
         out_specs=(RANK_SPEC, RANK_SPEC, specs),
@@ -184,18 +185,35 @@ def matmul_kernels(text: str) -> dict[str, int]:
     return dict(collections.Counter(name for name in found if not name.startswith("xen_moe")))
 
 
-def in_flight(text: str) -> dict[str, float]:
-    """Returns which kernels run between a start and the done behind it in a scheduled program: the part of all calls of
-    each kernel, by its name."""
-    calls = re.compile(r"%(xen_moe_[a-z_]+)(?:\.\w+)* = [^\n]*tpu_custom_call")
-    steps = calls.findall(text[text.index("ENTRY") :])
-    between: list[str] = []
-    while "xen_moe_start" in steps:
-        steps = steps[steps.index("xen_moe_start") :]
-        between += steps[1 : steps.index("xen_moe_done")]
-        steps = steps[steps.index("xen_moe_done") :]
-    every = calls.findall(text)
-    return {name: count / every.count(name) for name, count in collections.Counter(between).items()}
+KERNEL = re.compile(
+    r"%((xen_moe_[a-z_]+)(?:\.\w+)*) = [^\n]*custom-call\(([^)]*)\)[^\n]*tpu_custom_call"
+    r"[^\n]*?operand_layout_constraints={(.*?})}"
+)
+
+
+def scheduled(text: str) -> list[str]:
+    """Returns the names of the library's kernels in the order in which a compiled program runs them. Some have a number
+    behind them: a gradient by weights that of its rows, a start that of the records in its buffer, and a done the
+    number of its start, counted from 0."""
+    found, starts = [], []
+    for instruction, name, operands, shapes in KERNEL.findall(text[text.index("ENTRY") :]):
+        if name == "xen_moe_grouped_by_weight":
+            name += " " + re.findall(r"(?:bf16|f32)\[(\d+),\d+\]", shapes)[0]
+        if name == "xen_moe_start":
+            starts.append(instruction)
+            name += " " + re.findall(r"s32\[(\d+),\d+,\d+\]", shapes)[0]
+        if name == "xen_moe_done":  # its last operand is a semaphore of the start
+            semaphore = re.escape(operands.split("%")[-1].strip())
+            of = re.findall(rf"%{semaphore} = [^\n]*get-tuple-element\(%([\w.]+)\)", text)
+            name += f" {starts.index(of[0])}"
+        found.append(name)
+    return found
+
+
+def in_flight(names: list[str]) -> list[list[str]]:
+    """Returns the kernels between each start and its own done, of the kernels that a program runs in this order."""
+    begins = [at for at, name in enumerate(names) if name.startswith("xen_moe_start")]
+    return [names[at + 1 : names.index(f"xen_moe_done {n}")] for n, at in enumerate(begins)]
 
 
 def ragged_dots(text: str) -> list[tuple[tuple[int, int], bool, tuple[int, ...], int]]:

@@ -12,6 +12,7 @@ THOROUGH = (
     "backends/pallas/test_interpret.py::test_conformance_on_eight_ranks",
     "backends/pallas/test_interpret.py::test_conformance_in_interpret_mode",
     "backends/pallas/test_interpret.py::test_inactive_ranks",
+    "backends/pallas/test_waves.py::test_waves_have_the_bits_of_whole_operations",
     "backends/pallas/test_interpret.py::test_more_rows_than_one_wait_covers",
     "backends/pallas/test_planted_bugs.py::test_planted_bug_is_noticed",
     "backends/pallas/test_planted_bugs.py::test_nothing_is_noticed_without_a_bug",

@@ -29,17 +29,18 @@ from typing import Any
 
 import jax
 
+from xen_moe_jax import backends
 from xen_moe_jax._api import combine, redispatch
 from xen_moe_jax._async_primitives import order
 from xen_moe_jax._config import KernelConfig, RowsInHalves
-from xen_moe_jax._mesh import vary_alike
+from xen_moe_jax._mesh import platform, vary_alike
 from xen_moe_jax._numbers import as_int
 from xen_moe_jax._overlap import combine_done, combine_start, define_derivative, overlap
 from xen_moe_jax._quantize import parse_wire, quantize
 from xen_moe_jax._quantized_weight import QuantizedWeight
 from xen_moe_jax._types import Flight, Handle, Routed
 from xen_moe_jax.backends.pallas import hardware
-from xen_moe_jax.experts import grouped_matmul, hopper, hopper_float8, mlp, on_tpu
+from xen_moe_jax.experts import grouped_matmul, hopper, hopper_float8, mlp, on_tpu, waves
 from xen_moe_jax.experts.function import ExpertFunction
 from xen_moe_jax.experts.lent import Lent, in_place, one_at_once
 
@@ -201,6 +202,15 @@ def _flies(handle: Handle, back: Return) -> bool:
     return handle.placement is None and len(spec.axis_name) == 1 and not few
 
 
+def _in_waves(handle: Handle, back: Return) -> bool:
+    """Returns True if the experts' outputs go home and the cotangent's rows come in waves (`waves.py`): by the kernels
+    for TPUs, with so many rows that they have several windows."""
+    backend = (back.config or KernelConfig()).backend or backends.for_platform(platform())
+    formats = [parse_wire(wire) for wire in (back.wire, back.gradient_wire)]
+    by_kernels = backend == "pallas" and not any(wire is not None and wire.is_mxfp4 for wire in formats)
+    return by_kernels and handle.active is None and len(waves.windows(handle.spec)) > 1
+
+
 def _weighted_combine(
     function: ExpertFunction, weights: mlp.Weights, routed: Routed, back: Return, run: Any, *tokens: Any
 ) -> jax.Array:
@@ -298,16 +308,30 @@ def _run_on_tpu(
 ) -> Any:
     """The value of `_run`. With tokens `[T, H]` its derivative is that by the tokens in place of that by their rows;
     `tokens` may be None."""
-    del tokens
-    return _value_on_tpu(step, rows, row_weights, first, last, sizes, handle, keep=False)[0]
+    flies = tokens is not None
+    return _value_on_tpu(step, rows, row_weights, first, last, sizes, handle, keep=False, flies=flies)[0]
 
 
 def _value_on_tpu(
-    step: _Step, rows: Any, row_weights: Any, first: Any, last: Any, sizes: Any, handle: Any, *, keep: bool
+    step: _Step, rows: Any, row_weights: Any, first: Any, last: Any, sizes: Any, handle: Any, *, keep: bool, flies: bool
 ) -> tuple[Any, list[Any]]:
     """Returns the value of `_run`, and with `keep` the projections, else none."""
     weights, _ = mlp.weights_and_biases(step.function, first)
     activation = mlp.in_kernels(step.function)
+    if flies and _in_waves(handle, step.back):
+        return waves.value(
+            rows,
+            weights,
+            last["down"],
+            row_weights,
+            sizes,
+            handle,
+            activation,
+            keep=keep,
+            halves=step.halves,
+            wire=parse_wire(step.back.wire),
+            config=step.back.config or KernelConfig(),
+        )
     inner, projections = on_tpu.activated_and_products(rows, weights, sizes, activation, keep=keep)
     y = on_tpu.product_in_halves(inner, last["down"], sizes) if step.halves else step.outer(inner, last, sizes)
     return step.home(y, handle, row_weights), projections
@@ -317,36 +341,56 @@ def _forward_on_tpu(
     step: _Step, rows: Any, row_weights: Any, first: Any, last: Any, sizes: Any, handle: Any, tokens: Any
 ) -> tuple[Any, Any]:
     rows, row_weights, first, last = jax.tree.map(hopper.first_order, (rows, row_weights, first, last))
-    out, projections = _value_on_tpu(step, rows, row_weights, first, last, sizes, handle, keep=True)
-    return out, (projections, rows, row_weights, first, last, sizes, handle, _Given(tokens is not None))
+    flies = tokens is not None
+    out, projections = _value_on_tpu(step, rows, row_weights, first, last, sizes, handle, keep=True, flies=flies)
+    return out, (projections, rows, row_weights, first, last, sizes, handle, _Given(flies))
 
 
 def _backward_on_tpu(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
     projections, rows, row_weights, first, last, sizes, handle, given = kept
     projections, row_weights, cotangent = jax.tree.map(hopper.first_order, (projections, row_weights, cotangent))
     weights, _ = mlp.weights_and_biases(step.function, first)
-    by_output = step.back.transposed(cotangent, handle)
-    by_projections, weighted, by_row_weights = on_tpu.behind_activation(
-        by_output, last["down"], projections, row_weights, sizes, mlp.in_kernels(step.function)
-    )
-    by_last = {"down": on_tpu.by_weight(weighted, sizes, by_output, on_tpu.DEFAULT)}
-    # the cotangent's rows are used here for the last time, as in `_backward`
-    by_last, sizes = order(by_last, sizes)
-    by_rows = on_tpu.by_rows(weights, sizes, by_projections, on_tpu.DEFAULT, halves=step.halves)
+    activation = mlp.in_kernels(step.function)
+    waved = given.tokens and _in_waves(handle, step.back)
+    if waved:
+        by_rows, by_projections, by_down, by_row_weights = waves.gradients(
+            cotangent,
+            weights,
+            last["down"],
+            projections,
+            row_weights,
+            sizes,
+            handle,
+            activation,
+            halves=step.halves,
+            wire=parse_wire(step.back.gradient_wire),
+            config=step.back.config or KernelConfig(),
+        )
+    else:
+        by_output = step.back.transposed(cotangent, handle)
+        by_projections, weighted, by_row_weights = on_tpu.behind_activation(
+            by_output, last["down"], projections, row_weights, sizes, activation
+        )
+        by_down = on_tpu.by_weight(weighted, sizes, by_output, on_tpu.DEFAULT)
+        # the cotangent's rows are used here for the last time, as in `_backward`
+        by_down, sizes = order(by_down, sizes)
+        by_rows = on_tpu.by_rows(weights, sizes, by_projections, on_tpu.DEFAULT, halves=step.halves)
 
-    def gradients(rows: Any, by_projections: Any) -> list[Any]:
-        return [on_tpu.by_weight(rows, sizes, by, on_tpu.DEFAULT) for by in by_projections]
+    def gradients(rows: Any, by_projections: Any, *last: Any) -> list[Any]:
+        return [*(on_tpu.by_weight(rows, sizes, by, on_tpu.DEFAULT) for by in by_projections), *last]
 
     by_routed: tuple[Any, Any]  # the gradients by the rows and by the tokens
     if given.tokens:
         flight = step.back.started(by_rows, handle)
-        flight, by_weights = overlap(flight, gradients, rows, by_projections)
+        # in waves the last window's part of the gradient by `down` may be computed beside the flight, too
+        flight, by_weights = overlap(flight, gradients, rows, by_projections, *[by_down] * waved)
+        by_down = by_weights.pop() if waved else by_down
         by_routed = None, combine_done(flight)
     else:
         by_weights = gradients(rows, by_projections)
         by_routed = by_rows, None
     by_first = dict(zip(mlp.projection_names(step.function), by_weights, strict=True))
-    return by_routed[0], by_row_weights, by_first, by_last, None, None, by_routed[1]
+    return by_routed[0], by_row_weights, by_first, {"down": by_down}, None, None, by_routed[1]
 
 
 _run_on_tpu.defvjp(_forward_on_tpu, _backward_on_tpu)

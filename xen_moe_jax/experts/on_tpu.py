@@ -26,6 +26,7 @@ from xen_moe_jax.experts.hopper import first_order
 from xen_moe_jax.pallas_kernels.grouped_by_weight import WeightTiles, grouped_by_weight
 from xen_moe_jax.pallas_kernels.grouped_transposed import (
     Tiles,
+    Window,
     activation_gradients,
     grouped_products,
     grouped_transposed,
@@ -295,7 +296,12 @@ def tiles_for(
 
 
 def _chosen(
-    config: KernelConfig, given: Sequence[Any], width: int, weights: Sequence[Any], results: int = 1
+    config: KernelConfig,
+    given: Sequence[Any],
+    width: int,
+    weights: Sequence[Any],
+    results: int = 1,
+    window: Window | None = None,
 ) -> tuple[Tiles, Launch]:
     """Returns tiles and launch of a kernel that multiplies rows `given`, each `[C, A]`, with `weights` to `width`
     columns each. For a result in halves, `weights` has every weight twice, `width` is that of one half, and `results`
@@ -303,6 +309,7 @@ def _chosen(
     chip, itemsize = hardware.generation(), weights[0].dtype.itemsize
     limit, piece = config.vmem_limit_bytes or chip.vmem_bytes, PIECES.get(chip.name, 64)
     (rows, depth), operands = given[0].shape, (len(weights), len(given))
+    rows = window.rows if window else rows
     tiles = tiles_for(limit, rows, depth, width, *operands, itemsize, piece, results, chip.cores)
     return tiles, _launch(config, limit, tiles.vmem_bytes(*operands, itemsize, results))
 
@@ -332,14 +339,37 @@ def _lowered_products(
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
     *weights, group_sizes = operands
+    found = rows_products(rows, weights, group_sizes, activation, keep, halves, config)
+    return tuple(a.reshape(rows.shape[0], weights[0].shape[2]) for a in found)
+
+
+def rows_products(
+    rows: jax.Array,
+    weights: Sequence[jax.Array],
+    group_sizes: jax.Array,
+    activation: Activation | None,
+    keep: bool,
+    halves: bool,
+    config: KernelConfig,
+    window: Window | None = None,
+) -> list[jax.Array]:
+    """Returns `activated_and_products`, or without an activation the products, for lowering, of the rows of a window;
+    `[2 * C, B / 2]` where rows are made in halves."""
     results, width = (activation is not None) + keep * len(weights), weights[0].shape[2]
     halves = halves and hardware.makes_halves()
     parts = 2 if halves else 1
-    tiles, launch = _chosen(config, [rows], width // parts, weights * parts, results * parts)
-    found = grouped_products(
-        rows, weights, group_sizes, activation=activation, keep=keep, halves=halves, tiles=tiles, launch=launch
+    tiles, launch = _chosen(config, [rows], width // parts, [*weights] * parts, results * parts, window)
+    return grouped_products(
+        rows,
+        weights,
+        group_sizes,
+        activation=activation,
+        keep=keep,
+        halves=halves,
+        tiles=tiles,
+        launch=launch,
+        window=window,
     )
-    return tuple(a.reshape(rows.shape[0], width) for a in found)
 
 
 _products_p = declare_composite("grouped_products", _shapes_of_products, _lowered_products)
@@ -352,11 +382,25 @@ def _shapes(*operands: Any, **_: Any) -> list[ShapeDtype]:
 def _lowered(*operands: jax.Array, halves: bool, config: KernelConfig) -> tuple[jax.Array]:
     *given, group_sizes = operands
     cotangents, weights = given[: len(given) // 2], given[len(given) // 2 :]
+    out = rows_gradient(cotangents, weights, group_sizes, halves, config)
+    return (out.reshape(cotangents[0].shape[0], weights[0].shape[1]),)
+
+
+def rows_gradient(
+    cotangents: Sequence[jax.Array],
+    weights: Sequence[jax.Array],
+    group_sizes: jax.Array,
+    halves: bool,
+    config: KernelConfig,
+    window: Window | None = None,
+) -> jax.Array:
+    """Returns `by_rows`, for lowering, of the rows of a window; `[2 * C, A / 2]` where rows are made in halves."""
     halves = halves and hardware.makes_halves()
-    parts, width = 2 if halves else 1, weights[0].shape[1]
-    tiles, launch = _chosen(config, cotangents, width // parts, weights * parts, parts)
-    out = grouped_transposed(cotangents, weights, group_sizes, halves=halves, tiles=tiles, launch=launch)
-    return (out.reshape(cotangents[0].shape[0], width),)
+    parts = 2 if halves else 1
+    tiles, launch = _chosen(config, cotangents, weights[0].shape[1] // parts, [*weights] * parts, parts, window)
+    return grouped_transposed(
+        cotangents, weights, group_sizes, halves=halves, tiles=tiles, launch=launch, window=window
+    )
 
 
 _transposed_p = declare_composite("grouped_transposed", _shapes, _lowered)
@@ -399,12 +443,20 @@ def _divisors(size: int) -> list[int]:
 def _lowered_by_weight(
     rows: jax.Array, cotangent: jax.Array, group_sizes: jax.Array, *, config: KernelConfig
 ) -> tuple[jax.Array]:
+    return (weight_gradient(rows, cotangent, group_sizes, config)[0],)
+
+
+def weight_gradient(
+    rows: jax.Array, cotangent: jax.Array, group_sizes: jax.Array, config: KernelConfig, window: Window | None = None
+) -> list[jax.Array]:
+    """Returns the results of `grouped_by_weight`, for lowering."""
     chip, itemsize = hardware.generation(), rows.dtype.itemsize
     limit = config.vmem_limit_bytes or chip.vmem_bytes
-    piece = 256 if chip.name in PIECES and rows.shape[0] % 256 == 0 else LEAST
-    tiles = weight_tiles_for(limit, rows.shape[0], rows.shape[1], cotangent.shape[1], itemsize, piece, chip.cores)
+    every = window.rows if window else rows.shape[0]
+    piece = 256 if chip.name in PIECES and every % 256 == 0 else LEAST
+    tiles = weight_tiles_for(limit, every, rows.shape[1], cotangent.shape[1], itemsize, piece, chip.cores)
     launch = _launch(config, limit, tiles.vmem_bytes(itemsize))
-    return (grouped_by_weight(rows, cotangent, group_sizes, tiles=tiles, launch=launch),)
+    return grouped_by_weight(rows, cotangent, group_sizes, tiles=tiles, launch=launch, window=window)
 
 
 _by_weight_p = declare_composite("grouped_by_weight", _shapes_by_weight, _lowered_by_weight)
@@ -417,12 +469,38 @@ def _shapes_of_gradients(*operands: Any, **_: Any) -> list[ShapeDtype]:
 
 
 def _lowered_gradients(*operands: jax.Array, activation: Activation, config: KernelConfig) -> tuple[jax.Array, ...]:
-    cotangent, weight, factors, group_sizes, *projections = operands
-    tiles, launch = _chosen(config, [cotangent], weight.shape[1], [weight], 2 * len(projections) + 1)
-    by_projections, weighted, by_factors = activation_gradients(
-        cotangent, weight, projections, factors, group_sizes, activation=activation, tiles=tiles, launch=launch
+    *found, by_factors = gradients_behind_activation(*operands, activation=activation, config=config)
+    return *found, summed_factors(by_factors)
+
+
+def gradients_behind_activation(
+    cotangent: jax.Array,
+    weight: jax.Array,
+    factors: jax.Array,
+    group_sizes: jax.Array,
+    *projections: jax.Array,
+    activation: Activation,
+    config: KernelConfig,
+    window: Window | None = None,
+) -> list[jax.Array]:
+    """Returns `behind_activation`, for lowering, of the rows of a window. The last result is for `summed_factors`."""
+    tiles, launch = _chosen(config, [cotangent], weight.shape[1], [weight], 2 * len(projections) + 1, window)
+    return activation_gradients(
+        cotangent,
+        weight,
+        projections,
+        factors,
+        group_sizes,
+        activation=activation,
+        tiles=tiles,
+        launch=launch,
+        window=window,
     )
-    return *by_projections, weighted, by_factors
+
+
+def summed_factors(by_factors: jax.Array) -> jax.Array:
+    """Returns float32 `[C]`, the cotangent of the factors, out of the sums for each tile of columns."""
+    return jnp.sum(by_factors, axis=0).reshape(-1)
 
 
 _gradients_p = declare_composite("activation_gradients", _shapes_of_gradients, _lowered_gradients)

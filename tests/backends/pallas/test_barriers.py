@@ -190,7 +190,7 @@ def test_start_and_done_follow_the_protocol(monkeypatch):
         ids = jnp.arange(2, dtype=jnp.int32)
         runs = exchange.Runs(ids, jax.lax.axis_index("ep").reshape(1), 4 * ids, counts, 4 * ids, counts)
         started = exchange.start(rows, runs, rows=16, axes=axes, launch=launch)
-        return exchange.done(started, counts, counts, launch=launch).reshape(x.shape)
+        return exchange.done(started, counts, counts, launch=launch)[1].reshape(x.shape)
 
     lowered(body, ((2 * 16, 256), jnp.int32))
     assert tuple(recorder.steps) == (*peers.START, *peers.DONE)

@@ -27,6 +27,7 @@ from xen_moe_jax.pallas_kernels import reduce_slots as slots_kernel
 from xen_moe_jax.pallas_kernels.grouped_by_weight import WeightTiles, grouped_by_weight
 from xen_moe_jax.pallas_kernels.grouped_transposed import (
     Tiles,
+    Window,
     activation_gradients,
     grouped_products,
     grouped_transposed,
@@ -183,9 +184,32 @@ def test_gradients_by_a_weight(name, dtype, mode):
         array[sum(sizes) :] = np.nan
     given = jnp.asarray(rows, dtype), jnp.asarray(cotangents, dtype), jnp.asarray(sizes, jnp.int32)
     run = functools.partial(grouped_by_weight, tiles=WeightTiles(256, 128, 128, 64), launch=launch(mode))
-    out = jax.jit(run)(*given)
+    (out,) = jax.jit(run)(*given)
     assert not interpreter.races_found(out)
     assert_values(out, expected, dtype, name)
+
+
+@pytest.mark.parametrize(("name", "mode"), [(name, ("eager", "on_wait")[n % 2]) for n, name in enumerate(SIZES)])
+def test_gradients_by_a_weight_in_windows_have_the_bits_of_one_call(name, mode):
+    rng, sizes = np.random.default_rng(6), jnp.array(SIZES[name], jnp.int32)
+    drawn = [jnp.asarray(rng.standard_normal((ROWS, width)), jnp.float32) for width in (256, 128)]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(cut, rows, cotangents, sizes):
+        found = []
+        for begin, end in itertools.pairwise(cut):
+            window = Window(begin, end - begin, ROWS, dict(enumerate(found)))
+            found = grouped_by_weight(
+                *(a[begin:end] for a in (rows, cotangents)),
+                sizes,
+                tiles=WeightTiles(128, 128, 128, 64),
+                launch=launch(mode),
+                window=window if len(cut) > 2 else None,
+            )
+        return found[0]
+
+    cut = (0, 128, 256, 512) if name == "few rows" else (0, 128, 384, 512)
+    assert_bits(np.asarray(run(cut, *drawn, sizes)), np.asarray(run((0, ROWS), *drawn, sizes)), name)
 
 
 @pytest.mark.parametrize("name", KINDS[:2])
@@ -214,8 +238,9 @@ def test_gradients_through_an_activation(name, activation, mode):
     tiles = Tiles(256, 128, 64, 64)
     run = functools.partial(activation_gradients, activation=activation, tiles=tiles, launch=launch(mode))
     given = jax.tree.map(jnp.asarray, (cotangent, weight, projections, factors, np.asarray(sizes, np.int32)))
-    found, weighted, of_factors = jax.jit(run)(*given)
+    *found, weighted, of_factors = jax.jit(run)(*given)
     assert not interpreter.races_found(weighted)
+    of_factors = on_tpu.summed_factors(of_factors)
     for value, wanted in [(weighted, expected), (of_factors, by_factors), *zip(found, by_projections, strict=True)]:
         value, wanted = np.asarray(value), np.where(used.reshape(-1, *[1] * (value.ndim - 1)), wanted, 0)
         assert np.abs(value - wanted).max() <= 1e-6 * max(np.abs(wanted).max(), 1)

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from xen_moe_jax import _layout
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.pallas import plan, tables
+from xen_moe_jax.experts import waves
 
 RANKS, TOKENS, EXPERTS, TOP_K = 4, 24, 8, 3
 
@@ -56,3 +57,38 @@ def test_a_packed_combine_sends_one_sum_for_each_pair_with_rows(capacity, top_k)
         for token in range(TOKENS):
             of = staged[rank, source[rank, token][source[rank, token] >= 0]]
             assert of[:, 0].tolist() == np.flatnonzero(came[:, rank, token]).tolist() and (of[:, 1] == token).all()
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("capacity", [95, 40])
+def test_records_of_a_wave_lie_side_by_side_at_both_ends(capacity, back):
+    """Each record goes in the wave of the first, or with `back` of the last, of its token's rows on a rank, and arrives
+    where it is looked for."""
+    cut = [(0, 8), (8, 24), (24, capacity)]
+
+    def tables_of(idx, positions, spec):
+        del idx
+        first = jnp.min(jnp.where(positions >= 0, positions, capacity), axis=-1)
+        row = jnp.max(positions, axis=-1) if back else jnp.where(first < capacity, first, -1)
+        found = waves.waves_of(row, cut, spec, back=back)
+        return found._replace(runs=[run._asdict() for run in found.runs])
+
+    positions, found = planned(tables_of, capacity)
+    some = (positions >= 0).any(-1)
+    row = np.where(some, positions.max(-1) if back else np.where(positions >= 0, positions, capacity).min(-1), -1)
+    wave = np.where(some, (row[..., None] >= [8, 24]).sum(-1), 3)
+    assert (found.wave == wave).all() and (found.wanted == wave.swapaxes(0, 1)).all()
+    leave, arrive = (found.here, found.there) if back else (found.there, found.here)
+    sent = wave if back else wave.swapaxes(0, 1)
+    for number, run in enumerate(found.runs):
+        for rank in range(RANKS):
+            for peer in range(RANKS):
+                tokens = np.flatnonzero(sent[rank, peer] == number)
+                first = run["input_offsets"][rank, peer]
+                assert leave[rank, peer, tokens].tolist() == list(range(first, first + run["sizes"][rank, peer]))
+                first = run["output_offsets"][rank, peer]
+                assert arrive[peer, rank, tokens].tolist() == list(range(first, first + len(tokens)))
+                assert run["expected"][peer, rank] == len(tokens)
+    for rank in range(RANKS):  # no two records have one place
+        places = arrive[rank][(wave[rank] if not back else found.wanted[rank]) < 3]
+        assert sorted(places.tolist()) == list(range(len(places)))

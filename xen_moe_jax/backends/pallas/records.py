@@ -159,8 +159,13 @@ def place_rows(
     spec: Spec,
     config: KernelConfig,
     keep_header: bool = False,
+    window: slice | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Staged records -> rows of `routed.x`, in its shape; then their scales, and their headers, where asked."""
+    """Staged records -> rows of `routed.x`, in its shape, or those of a window of the grouped layout; then their
+    scales, and their headers, where asked."""
+    live, shape = _layout.used_rows(recv_counts, spec).reshape(-1), spec.row_dims
+    if window is not None:
+        source, live, shape = source[window], live[window], (window.stop - window.start,)
     launch = hardware.launch(
         "place",
         functools.partial(place_kernel.vmem_bytes, like.record, like.dtype, like.scaled, keep_header),
@@ -176,7 +181,7 @@ def place_rows(
     rows = place_kernel.place(
         staged,
         source,
-        _layout.used_rows(recv_counts, spec).reshape(-1),
+        live,
         record=like.record,
         out_dtype=like.dtype,
         keep_scales=like.scaled,
@@ -184,4 +189,4 @@ def place_rows(
         launch=launch,
         keep_header=keep_header,
     )
-    return tuple(r[:, : like.hidden if i == 0 else None].reshape(*spec.row_dims, -1) for i, r in enumerate(rows))
+    return tuple(r[:, : like.hidden if i == 0 else None].reshape(*shape, -1) for i, r in enumerate(rows))

@@ -99,7 +99,7 @@ def _start(
         expected=routes.expected,
     )
     axes = plan.kernel_axes(spec)
-    launch = _exchange_launch(axes, config)
+    launch = exchange_launch(axes, config)
     return Pending(
         *exchange.start(buffer, runs, rows=routes.staging_rows, axes=axes, launch=launch), sizes, routes.expected
     )
@@ -107,10 +107,10 @@ def _start(
 
 def _exchange_done(flight: Pending, config: KernelConfig) -> jax.Array:
     started = exchange.Started(flight.buffer, flight.staged, flight.send, flight.recv)
-    return exchange.done(started, flight.sizes, flight.expected, launch=_exchange_launch(None, config))
+    return exchange.done(started, flight.sizes, flight.expected, launch=exchange_launch(None, config))[1]
 
 
-def _exchange_launch(axes: Axes | None, config: KernelConfig) -> Launch:
+def exchange_launch(axes: Axes | None, config: KernelConfig) -> Launch:
     return hardware.launch("start", lambda block: 0, preferred=1, smallest=1, available=1, config=config, axes=axes)
 
 

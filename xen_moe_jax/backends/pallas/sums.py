@@ -89,6 +89,7 @@ class Sums:
         axes: Axes | None,
         cores: int = 1,
         halved: bool = False,
+        into: jax.Array | None = None,
     ) -> jax.Array:
         """Adds up the rows of each pair, times `weights` if the combine is weighted, by the kernel `reduce_slots`."""
         return slots_kernel.reduce_slots(
@@ -102,6 +103,7 @@ class Sums:
             launch=launch,
             cores=cores,
             halved=halved,
+            into=into,
         )
 
     def of_ranks(

@@ -1,0 +1,89 @@
+"""The backward pass in waves has the bits of whole operations: in interpret mode, in both DMA modes, without a race."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
+
+import xen_moe_jax as xm
+from tests.support import interpreter
+from tests.support.checks import assert_bits
+from xen_moe_jax.backends.pallas import hardware
+from xen_moe_jax.experts import grouped_matmul, on_tpu, waves
+
+EXPERTS, TOP_K, HIDDEN, WIDTH = 8, 3, 256, 128
+
+
+@pytest.fixture(autouse=True)
+def on_a_tpu(monkeypatch, capfd):
+    """Tiles of 128 rows, so that few rows have several windows."""
+    monkeypatch.setattr(grouped_matmul, "platform", lambda: "tpu")
+    monkeypatch.setattr(grouped_matmul, "installed", lambda: False)
+    monkeypatch.setattr(on_tpu, "ROWS", (128,))
+    monkeypatch.setattr(on_tpu, "WEIGHT_ROWS", {128: 1})
+    with interpreter.clean(capfd):
+        yield
+    jax.clear_caches()
+
+
+def gradients(config, ranks, tokens, capacity, dtype, monkeypatch):
+    """Outputs, and gradients by tokens, router weights and weights."""
+    monkeypatch.setattr(on_tpu, "DEFAULT", config)
+    rng = np.random.default_rng(11)
+    drawn = [(ranks * tokens, HIDDEN), *[(EXPERTS, HIDDEN, WIDTH)] * 2, (EXPERTS, WIDTH, HIDDEN)]
+    x, *weights = (jnp.asarray(rng.standard_normal(shape) / shape[-2] ** 0.5, dtype) for shape in drawn)
+    likely = np.arange(EXPERTS) ** 0.5  # some experts have many rows, and ranks have different numbers of rows
+    idx = np.argsort(rng.random((ranks * tokens, EXPERTS)) * (1 + likely), axis=1)[:, :TOP_K]
+    idx[5:9] = -1
+    idx, factors = jnp.asarray(idx, jnp.int32), jnp.asarray(rng.random(idx.shape), jnp.float32)
+    if dtype == jnp.bfloat16:  # tokens of two dimensions
+        x, idx, factors = (a.reshape(2 * ranks, tokens // 2, -1) for a in (x, idx, factors))
+    mesh = jax.make_mesh((ranks,), ("ep",), devices=jax.devices()[:ranks], axis_types=(jax.sharding.AxisType.Auto,))
+
+    def layer(x, idx, factors, weights):
+        return xm.moe_mlp(
+            x, idx, factors, *weights, num_experts=EXPERTS, axis_name="ep", capacity=capacity, config=config
+        )
+
+    mapped = jax.shard_map(layer, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
+
+    def loss(x, factors, weights):
+        y = mapped(x, idx, factors, weights)
+        return jnp.sum(y.astype(jnp.float32) * jnp.cos(jnp.arange(HIDDEN, dtype=jnp.float32))), y
+
+    program = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+    kernels = str(jax.make_jaxpr(program)(x, factors, weights))
+    in_waves = {name for name in ("value_in_waves", "gradients_in_waves") if name in kernels}
+    return jax.tree.leaves(jax.jit(program)(x, factors, weights)), in_waves
+
+
+CASES = [
+    pytest.param("eager", 2, 128, 512, jnp.float32, 1, False, marks=pytest.mark.slow),
+    pytest.param("on_wait", 4, 96, 256, jnp.float32, 2, False, marks=pytest.mark.slow),  # rows are dropped
+    ("eager", 2, 128, 512, jnp.bfloat16, 1, True),
+]
+
+
+@pytest.mark.parametrize(("mode", "ranks", "tokens", "capacity", "dtype", "cores", "halves"), CASES)
+def test_waves_have_the_bits_of_whole_operations(mode, ranks, tokens, capacity, dtype, cores, halves, monkeypatch):
+    small = dataclasses.replace(hardware.SMALLEST, cores=cores)
+    monkeypatch.setattr(hardware, "SMALLEST", small)
+    if halves:
+        monkeypatch.setattr(hardware, "HALVES", (small.name,))
+    params = pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True)
+    config = xm.KernelConfig(backend="pallas", interpret=params, mode="throughput")
+    got, in_waves = gradients(config, ranks, tokens, capacity, dtype, monkeypatch)
+    assert len(in_waves) == 2 and not interpreter.races_found(got)
+    monkeypatch.setattr(waves, "ENDS", ())
+    jax.clear_caches()
+    expected, in_waves = gradients(config, ranks, tokens, capacity, dtype, monkeypatch)
+    assert not in_waves
+    for name, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+        assert np.asarray(theirs, np.float32).any()
+        assert_bits(np.asarray(mine), np.asarray(theirs), str(name))
