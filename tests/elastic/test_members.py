@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.elastic import chaos
+from tests.support import lateness
 from xen_moe_jax import elastic
 from xen_moe_jax.elastic import _board, _rows
 from xen_moe_jax.elastic._rows import GaveUp, Rows
@@ -20,23 +21,25 @@ from xen_moe_jax.elastic._rows import GaveUp, Rows
 FORK = multiprocessing.get_context("fork")
 
 
-def within_the_limits(figures):
-    """Checks that the members go on within 2 s of a kill, let a ready process in within 10 s, and stop for it for less
-    than 2 s. On a machine without other programs that stop is far shorter."""
-    assert max(figures["pause_s"]) < 2 and max(figures["let_in_s"]) < 10 and figures["stopped_s"] < 2, figures
+def run_within_the_limits(ranks, kills, seed):
+    """Runs `chaos.run`, and checks that the members go on within 2 s of a kill, let a ready process in within 10 s, and
+    stop for it for less than 2 s, in all of which this machine's other programs took no part."""
+    with lateness.Lateness() as late:
+        figures = chaos.run(ranks, kills, seed=seed)
+    assert late.without(max(figures["pause_s"])) < 2 and late.without(max(figures["let_in_s"])) < 10, figures
+    assert late.without(figures["stopped_s"]) < 2, figures
+    return figures
 
 
 @pytest.mark.parametrize(("ranks", "kills"), [(4, 12)])
 def test_kills_and_joins(ranks, kills):
-    figures = chaos.run(ranks, kills, seed=ranks + kills)
+    figures = run_within_the_limits(ranks, kills, seed=ranks + kills)
     assert figures["kills"] >= kills and figures["joins"] >= kills // 2 and figures["steps"] > kills
-    within_the_limits(figures)
 
 
 def test_many_kills():
-    figures = chaos.run(5, 60, seed=35)
+    figures = run_within_the_limits(5, 60, seed=35)
     assert figures["kills"] >= 60 and figures["joins"] >= 30
-    within_the_limits(figures)
 
 
 def test_kills_and_stops():
@@ -130,18 +133,22 @@ def test_one_that_is_stopped_for_too_long_is_left_out_and_spoils_nothing(ranks, 
     assert again.is_alive()
 
 
-@pytest.mark.parametrize(("after", "most"), [(0.05, 2.0), (2.8, 1.2)], ids=["in a step", "in the agreement"])
-def test_a_kill_while_another_rank_is_stopped(ranks, after, most):
-    """A rank that is stopped holds up the others for one time limit of 1.5 s, although another rank is killed.
+@pytest.mark.parametrize(
+    ("limit", "after", "most"), [(3.0, 0.05, 5.4), (2.5, 4.6, 2.4)], ids=["in a step", "in the agreement"]
+)
+def test_a_kill_while_another_rank_is_stopped(ranks, limit, after, most):
+    """A rank that is stopped holds up the others for one time limit, although another rank is killed. On a busy machine
+    the others may go on two seconds later than on a quiet one: a further limit would take longer.
 
-    "in a step": the killed rank has sent its rows of the step, and the limit counts from the kill. "in the agreement":
-    two ranks are stopped. The others have given up the step after 1.5 s, and wait in the agreement for 1.3 s when one
-    of the stopped ranks is killed. The proposal that follows gives the other stopped rank no further time.
+    "in a step": the killed rank has sent its rows of the step, and the limit of 3 s counts from the kill: the others do
+    not wait for the stopped rank in the step, and then again in the agreement. "in the agreement": two ranks are
+    stopped. The others have given up the step after 2.5 s, and wait in the agreement for 2.1 s when one of the stopped
+    ranks is killed. The proposal that follows gives the other stopped rank no further time.
     """
     start, words = ranks
-    _, stopped, killed = [start(slot, 3, timeout_s=1.5) for slot in range(3)]
+    _, stopped, killed = [start(slot, 3, timeout_s=limit) for slot in range(3)]
     until(lambda: min(words[0], words[2], words[4]) > 3)
-    for process in [stopped] if after < 1.5 else [stopped, killed]:
+    for process in [stopped] if after < limit else [stopped, killed]:
         os.kill(process.pid, signal.SIGSTOP)
     time.sleep(after)
     before, began = words[0], time.monotonic()

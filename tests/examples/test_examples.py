@@ -5,7 +5,7 @@ import importlib.util
 import jax
 import pytest
 
-from tests.support import ROOT, transfer
+from tests.support import ROOT, lateness, transfer
 
 FOLDER = ROOT / "examples"
 CHECKED = {}
@@ -14,6 +14,8 @@ ELSEWHERE = {"maxtext_experts": "clients/test_maxtext.py"}
 """Examples that need another library, and the file of tests that runs them."""
 PARTS = {"elastic_decoder"}
 """Modules of examples that run as parts of others."""
+LIMITS = {"serve_elastic": {"pause_s": 2, "let_in_s": 10, "stopped_s": 2, "planned_s": 2}}
+"""Seconds below which results of an example are, without the time in which this machine's other programs ran."""
 
 
 def checks(name):
@@ -71,7 +73,6 @@ def _two_processes_say_what_one_says(result):
 def _a_kill_and_a_newcomer_change_no_token(result):
     assert result["tokens"] == result["expected"] and len(result["tokens"]) > 8
     assert len({token for tokens in result["tokens"] for token in tokens}) > 16
-    assert result["pause_s"] < 2 and result["let_in_s"] < 10 and result["stopped_s"] < 2 and result["planned_s"] < 2
     before, after = result["busiest"]
     assert after < 1.2 and after <= before
     assert result["ended"] == [0] * 3
@@ -101,5 +102,9 @@ def test_example(name, capsys):
     spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    CHECKED[name](example.main())
+    with lateness.Lateness() as late:
+        result = example.main()
+    CHECKED[name](result)
+    for what, limit in LIMITS.get(name, {}).items():
+        assert late.without(result[what]) < limit, (what, result[what])
     assert capsys.readouterr().out.strip(), "an example says what it found"
