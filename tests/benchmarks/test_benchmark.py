@@ -24,7 +24,7 @@ from benchmarks.lib import accounting, options, report, verify
 from benchmarks.ops import overlap
 from benchmarks.peers import registry as peers
 from benchmarks.tpu import static, topologies
-from tests.support import ROOT, oracle, quick_compiler
+from tests.support import HANG_S, ROOT, oracle, quick_compiler
 from xen_moe_jax.flax import MoEConfig
 from xen_moe_jax.tuning import programs, timing
 from xen_moe_jax.tuning.problem import SPECS, make_problem
@@ -40,7 +40,7 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess:
         [sys.executable, "-m", "benchmarks", *arguments],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=HANG_S,
         env={
             **os.environ,
             "JAX_PLATFORMS": "cpu",
@@ -524,7 +524,7 @@ def test_link_ceiling_ratio():
 def test_tables_of_the_document_are_what_their_json_files_say():
     if not (ROOT / "docs" / "lab" / "benchmarks.md").exists() or not (ROOT / "benchmarks" / "results").exists():
         pytest.skip("docs/lab/benchmarks.md or benchmarks/results is not beside the tests")
-    done = subprocess.run([sys.executable, "-m", "benchmarks", "table", "--check"], timeout=60, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-m", "benchmarks", "table", "--check"], timeout=HANG_S, cwd=ROOT)
     assert done.returncode == 0, "run python -m benchmarks table"
 
 

@@ -18,7 +18,7 @@ from benchmarks import layer_tables
 from benchmarks.layers import layer, layer_programs
 from benchmarks.lib import options
 from benchmarks.lib.verify import WrongResultError
-from tests.support import ROOT, quick_compiler
+from tests.support import HANG_S, ROOT, quick_compiler
 from xen_moe_jax.flax._chunks import Chunk, through_experts
 from xen_moe_jax.tuning.problem import make_problem
 
@@ -33,7 +33,7 @@ def run(*command: str) -> subprocess.CompletedProcess:
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
     }
     command = (sys.executable, *command)
-    return subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env=environment, check=False)
 
 
 def test_layers_of_every_way_agree(tmp_path):

@@ -18,7 +18,7 @@ from examples.demo.dense import Comparison, DenseModel, comparable
 from examples.demo.model import ModelConfig
 from examples.demo.report import Progress, load_table
 from examples.demo.training import Trainer, optimizer
-from tests.support import ROOT, quick_compiler
+from tests.support import HANG_S, ROOT, quick_compiler
 from xen_moe_jax.flax import MoEConfig
 
 SMALL = ModelConfig(
@@ -131,7 +131,7 @@ def test_progress_and_table():
     assert [line.split()[:2] for line in table.splitlines()[1:5]] == [["0", "0"], ["1", "0"], ["2", "1"], ["3", "1"]]
 
 
-def run_demo(*arguments, timeout=500):
+def run_demo(*arguments, timeout=HANG_S):
     environment = os.environ | {"XLA_FLAGS": quick_compiler.flags(), "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, "-m", "examples.demo", *arguments],

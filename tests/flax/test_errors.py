@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support import HANG_S
+
 pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
 
 from flax import nnx
@@ -212,7 +214,7 @@ def test_without_flax_the_error_says_what_to_install():
         "else: raise SystemExit('no error')\n"
         "assert not hasattr(f, 'torch')\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=HANG_S)
 
 
 def test_the_layer_is_asked_for_without_its_front_end():

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support import ROOT
+from tests.support import HANG_S, ROOT
 
 pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
 
@@ -237,7 +237,7 @@ def test_the_benchmark_checks_and_times(tmp_path):
     sizes = "--rows 96 --capacity 128 --hidden 128 --width 32 --experts 3 --inner 1 --repeats 1 --dtype float32"
     only = ["--only", "padded einsum", "jax mosaic gpu"]  # a kernel of Hopper GPUs
     command = [sys.executable, "-m", "benchmarks", "grouped-matmul", "--json", str(out), *sizes.split(), *only]
-    subprocess.run(command, check=True, timeout=300, capture_output=True, cwd=ROOT)
+    subprocess.run(command, check=True, timeout=HANG_S, capture_output=True, cwd=ROOT)
     report = json.loads(out.read_text())
     runs, missing = (report["candidates"][name] for name in only[1:])
     assert max(runs["errors"].values()) < 1e-5 and runs["times"]["experts with gradients"]["median_us"] > 0

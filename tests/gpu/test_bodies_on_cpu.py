@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 import xen_moe_jax as xm
 from tests.gpu import bodies, chaos_jobs, members, processes, programs, random_calls, stress
 from tests.gpu.bodies import Setup
-from tests.support import quick_compiler
+from tests.support import HANG_S, quick_compiler
 from tests.support.cases import CASES
 
 STAND_IN = xm.KernelConfig(backend="reference", chunk_tokens=3)
@@ -148,7 +148,7 @@ def test_two_processes():
             "20",
         ],
         num_processes=2,
-        seconds=240.0,
+        seconds=HANG_S,
         env=processes.environment(JAX_PLATFORMS="cpu", XLA_FLAGS=quick_compiler.flags()),
     )
     processes.assert_finished(finished)

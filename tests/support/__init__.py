@@ -10,3 +10,6 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 """The root of the repository."""
+HANG_S = 800
+"""Seconds after which a test ends a program that should have ended by itself. On a slow machine, or beside others, a
+program takes minutes. pytest ends a test later than that (`faulthandler_timeout`)."""

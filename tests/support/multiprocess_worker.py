@@ -96,7 +96,7 @@ def results(devices, numbers: str) -> dict[str, jax.Array]:
 def main(_: list[str]) -> None:
     rank_flags.start_logging()
     count = FLAGS.num_processes
-    jax.distributed.initialize(FLAGS.coordinator, count, FLAGS.process_id, initialization_timeout=60)
+    jax.distributed.initialize(FLAGS.coordinator, count, FLAGS.process_id, initialization_timeout=300)
     assert len(jax.devices()) == 8 and len(jax.local_devices()) == 8 // count
     shards = {}
     for name, value in results(jax.devices(), FLAGS.programs).items():

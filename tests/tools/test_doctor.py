@@ -8,6 +8,7 @@ import sys
 import jax
 import pytest
 
+from tests.support import HANG_S
 from xen_moe_jax import backends, cli, doctor
 
 
@@ -113,7 +114,7 @@ def test_a_platform_that_jax_cannot_start_is_no_traceback(problem):
         pytest.importorskip("flax", reason="needs xen-moe-jax[flax]")
     environment = os.environ | {"JAX_PLATFORMS": "cudaa"}
     done = subprocess.run(
-        [sys.executable, "-m", "xen_moe_jax", problem], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "xen_moe_jax", problem], env=environment, capture_output=True, text=True, timeout=HANG_S
     )
     assert "Traceback" not in done.stderr
     if problem == "doctor":
@@ -131,7 +132,9 @@ def test_json_is_the_same_report(capsys):
 
 
 def test_the_command_runs_as_a_module():
-    done = subprocess.run([sys.executable, "-m", "xen_moe_jax", "doctor"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "xen_moe_jax", "doctor"], capture_output=True, text=True, timeout=HANG_S
+    )
     assert done.returncode in (0, 1), done.stderr
     assert "Backend by platform" in done.stdout and "Traceback" not in done.stderr
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.support import ROOT
+from tests.support import HANG_S, ROOT
 
 # An editable installation puts a finder first that leads to the checkout, regardless of the path: it is taken out.
 LINTER = """
@@ -32,7 +32,7 @@ def lint(folder: pathlib.Path) -> subprocess.CompletedProcess:
         env={"PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
 
 
@@ -146,12 +146,16 @@ def test_parts_are_there_after_one_import(name):
     """In a process that has imported nothing else, which would have made them attributes."""
     code = f"import xen_moe_jax as xm; print(xm.{name}.__name__)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=HANG_S
+    )
     assert result.stdout.strip() == f"xen_moe_jax.{name}", result.stderr
 
 
 def test_an_unknown_part_is_an_attribute_error():
     code = "import xen_moe_jax as xm; xm.dispach"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=HANG_S
+    )
     assert "AttributeError: module 'xen_moe_jax' has no attribute 'dispach'" in result.stderr

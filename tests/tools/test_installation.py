@@ -12,7 +12,7 @@ import tomllib
 
 import pytest
 
-from tests.support import ROOT
+from tests.support import HANG_S, ROOT
 
 HAS_DRIVER = any(pathlib.Path(p).exists() for p in ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg"))
 CMAKE = shutil.which("cmake", path=f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
@@ -29,7 +29,7 @@ def configure(folder: pathlib.Path, *options: str) -> subprocess.CompletedProces
         pytest.skip("needs nanobind: xen-moe-jax[dev]")
     tools = [f"-DCMAKE_MAKE_PROGRAM={NINJA}", f"-DPython_EXECUTABLE={sys.executable}"]
     command = [CMAKE, "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", *tools, *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
 
 
 @pytest.mark.skipif(HAS_DRIVER, reason="this machine has an NVIDIA driver: AUTO builds here")
@@ -68,6 +68,6 @@ def test_a_program_of_this_environment_says_nothing_of_tpus():
     program = "import importlib.util, jax; print(jax.devices()[0].platform, importlib.util.find_spec('libtpu'))"
     ours = ("JAX_PLATFORMS", "XLA_FLAGS", "PYTHONPATH", "TPU_", "LIBTPU_")  # libtpu sets some where it was imported
     without = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    done = subprocess.run([sys.executable, "-c", program], env=without, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], env=without, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[1] == "None" and "tpu" not in done.stderr.lower(), done.stderr

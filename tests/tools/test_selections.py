@@ -9,7 +9,7 @@ import sys
 import pytest
 from _pytest.mark.expression import Expression
 
-from tests.support import ROOT, quick_compiler, selections
+from tests.support import HANG_S, ROOT, quick_compiler, selections
 
 TARGETS = ("test", "test-thorough", "test-slow", "kernel-test", "memory-test", "maxtext-test")
 NAMES = ("slow", "thorough", *selections.MARKS)
@@ -93,4 +93,4 @@ def test_programs_of_the_targets_are_compiled_the_quick_way(request):
 def test_programs_can_set_variables_before_jax_reads_them():
     """Programs of the tests import these modules first; JAX reads JAX_PLATFORMS and others when it is imported."""
     program = "import sys, tests.elastic.serve_chaos, tests.support.quick_compiler; sys.exit('jax' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, cwd=ROOT)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=HANG_S, cwd=ROOT)

@@ -18,7 +18,7 @@ import time
 
 import pytest
 
-from tests.support import ROOT, processes
+from tests.support import HANG_S, ROOT, processes
 
 pytest.importorskip("tools.tpu_check", reason="tools are part of a checkout alone")
 pytest.importorskip("jax.experimental.pallas.tpu")
@@ -270,7 +270,7 @@ def test_recipes_run_the_check():
 @pytest.mark.parametrize(("name", "value"), [(watch.PLANT, "late:x"), (watch.WITHOUT, "sleep")])
 def test_a_fault_or_wait_that_does_not_exist_is_an_error(name, value):
     program = [sys.executable, "-c", "from benchmarks.tpu import watch; watch.install()"]
-    (done,) = processes.run_all([program], seconds=100, env=processes.environment(**{name: value}))
+    (done,) = processes.run_all([program], seconds=HANG_S, env=processes.environment(**{name: value}))
     assert done.returncode == 1 and f"{name}={value}" in done.output and "must be one of" in done.output
 
 

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import xen_moe_jax as xm
-from tests.support import ROOT
+from tests.support import HANG_S, ROOT
 from xen_moe_jax import _tested_jax, cli, doctor
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -73,7 +73,7 @@ def test_extras_bring_no_other_jax():
 @pytest.mark.skipif(not (ROOT / "Makefile").exists(), reason="the Makefile is not beside the tests")
 def test_make_reads_the_same_lines():
     done = subprocess.run(
-        ["make", "--no-print-directory", "versions"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        ["make", "--no-print-directory", "versions"], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S
     )
     assert done.stdout.split() == [OLDEST, NEWEST], done.stderr
 

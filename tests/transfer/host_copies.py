@@ -41,7 +41,7 @@ def receiver(by):
         )
         engine.publish("published", jnp.asarray(content(9, PAGES)))
         print(engine.descriptor.hex(), flush=True)
-        peer = engine.peer("sender", 60)
+        peer = engine.peer("sender", 300)
         for generation in range(2):  # Each write twice: the second one goes the short way.
             with engine.counter(generation, expect=4) as counter:
                 counter.wait(30)
@@ -74,7 +74,7 @@ def receiver(by):
         expected["mapped"] = [2, 2, 1] if by == "mapped" else [0, 0, 0]
         assert report == expected, report
         engine.send(peer, b"die").wait(30)
-        time.sleep(30)  # The sender kills this process.
+        time.sleep(300)  # The sender kills this process.
 
 
 def sender(descriptor, by):
@@ -172,7 +172,7 @@ def children():
 def both(by):
     with subprocess.Popen([sys.executable, __file__, "receiver", by], stdout=subprocess.PIPE, text=True) as receiving:
         descriptor = receiving.stdout.readline().strip()
-        done = subprocess.run([sys.executable, __file__, descriptor, by], timeout=90)
+        done = subprocess.run([sys.executable, __file__, descriptor, by], timeout=300)
         assert done.returncode == 0, "the sender did not see what it should"
         assert receiving.wait(30) == -9, "the receiver ended before it was killed"
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from benchmarks.transfer import writes
-from tests.support import ROOT, transfer
+from tests.support import HANG_S, ROOT, transfer
 
 transfer.require()
 
@@ -22,7 +22,7 @@ def test_the_command(tmp_path):
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr
     document = json.loads(report.read_text())
@@ -67,5 +67,5 @@ def test_a_row_says_what_was_measured():
 
 
 def test_the_page_shows_what_the_results_say():
-    done = subprocess.run([sys.executable, "-m", "benchmarks", "transfer-table", "--check"], timeout=60, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-m", "benchmarks", "transfer-table", "--check"], timeout=HANG_S, cwd=ROOT)
     assert done.returncode == 0, "run python -m benchmarks transfer-table"

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import xen_moe_jax.transfer as xt
-from tests.support import transfer
+from tests.support import HANG_S, transfer
 from xen_moe_jax.transfer import _device, _dlpack
 
 transfer.require()
@@ -102,6 +102,6 @@ def test_windows_in_device_memory():
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert done.returncode == 0 and done.stdout.strip() == "whole", done.stderr

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from tests.support import ROOT, transfer
+from tests.support import HANG_S, ROOT, transfer
 from tests.transfer import test_kills
 
 transfer.require()
@@ -13,7 +13,7 @@ transfer.require()
 def run(command):
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=120, cwd=ROOT
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=HANG_S, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
 

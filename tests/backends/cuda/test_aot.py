@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
 from tests.gpu import async_programs
-from tests.support import gpu_topology, processes
+from tests.support import HANG_S, gpu_topology, processes
 from xen_moe_jax.backends import load
 from xen_moe_jax.backends.base import BackendUnavailable
 
@@ -195,7 +195,7 @@ def test_an_exported_program_compiles_in_a_process_that_lowered_nothing(mesh, tm
         env=processes.environment(JAX_PLATFORMS="cpu"),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     (order,) = schedules(result.stdout)

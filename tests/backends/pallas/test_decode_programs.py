@@ -15,7 +15,7 @@ pytest.importorskip("flax", reason="the layer's configuration is the Flax layers
 
 from benchmarks.lib import report
 from benchmarks.tpu import decode
-from tests.support import ROOT
+from tests.support import HANG_S, ROOT
 
 RESULTS = ROOT / "benchmarks" / "results" / "tpu_decode.json"
 
@@ -35,7 +35,7 @@ def counted(generation, model, tokens, weights, path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (row,) = json.loads(path.read_text())["results"]

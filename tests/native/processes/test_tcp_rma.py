@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.support import ROOT
+from tests.support import HANG_S, ROOT
 
 PROGRAMS = {
     "tcp_rma_test": ("tcp_rma", "copier", "driver", "rendezvous", "tcp_rma_test"),
@@ -31,7 +31,7 @@ def programs(tmp_path_factory) -> pathlib.Path:
         sources = [f"tests/native/processes/{part}.cc" for part in parts]
         flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-I.", "-pthread"]
         flags += ["-fPIC", "-shared"] if name.endswith(".so") else []
-        subprocess.run([*compiler, *flags, *sources, "-o", folder / name, "-ldl"], cwd=ROOT, check=True, timeout=120)
+        subprocess.run([*compiler, *flags, *sources, "-o", folder / name, "-ldl"], cwd=ROOT, check=True, timeout=HANG_S)
     return folder
 
 
@@ -44,6 +44,6 @@ def test_the_network_keeps_its_rules(programs, seed, memory):
     if memory == "gpu":
         environment["XEN_MOE_RMA_DRIVER"] = str(programs / "fake_driver.so")
     command = [programs / "tcp_rma_test", "all", str(seed)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" passed ") == 15, done.stdout
