@@ -84,7 +84,7 @@ def memory():
     module.clear()
     module.fail_after(-1)
     module.set_busy(False)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while module.held() and time.monotonic() < deadline:  # workspaces of the test before are freed by a thread
         time.sleep(0.001)
     module.configure(0, 1, [0, 1, 2, 3])

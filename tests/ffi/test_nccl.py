@@ -17,7 +17,7 @@ import types
 
 import pytest
 
-from tests.support import fake_nccl, memory_module, processes
+from tests.support import HANG_S, fake_nccl, memory_module, processes
 from tools.children import bound
 from xen_moe_jax import doctor
 from xen_moe_jax.backends.base import BackendUnavailable
@@ -57,7 +57,7 @@ def job(scenario: str, folder: pathlib.Path, count: int = COUNT):
 def results(running: list[subprocess.Popen], *who: int) -> list[dict]:
     out = []
     for p in who or range(len(running)):
-        text, errors = running[p].communicate(timeout=100)
+        text, errors = running[p].communicate(timeout=HANG_S)
         assert running[p].returncode == 0 and text, f"process {p}: {errors[-2000:]}"
         out.append(json.loads(text.splitlines()[-1]))
     return out
@@ -320,7 +320,7 @@ def test_a_process_that_dies_inside_nccl_holds_up_neither_growth_nor_close(tmp_p
             assert first == "" and "process 1 has died" in second and result["waited"] < 10, result
             assert result["serves"] and result["aborted"] == 0  # an abort would unmap what kernels may use
             assert "(GPU 0 of process 1) has ended" in result["failure"]
-            assert "process 1 has died" in result["closing"] and result["seconds"] < 5
+            assert "process 1 has died" in result["closing"] and result["seconds"] < 40
 
 
 def test_a_process_that_is_stuck_inside_nccl_ends_growth_and_leaves_what_there_is(tmp_path):
@@ -335,7 +335,7 @@ def test_a_process_that_is_stuck_inside_nccl_ends_growth_and_leaves_what_there_i
 def test_a_process_that_has_given_up_ends_with_its_own_status_beside_a_thread_of_nccl(tmp_path):
     with job("ends_inside", tmp_path) as running:
         for process in running:
-            _, errors = process.communicate(timeout=100)
+            _, errors = process.communicate(timeout=HANG_S)
             assert process.returncode == 7 and "had not ended after 2 s" in errors, (process.returncode, errors[-2000:])
 
 

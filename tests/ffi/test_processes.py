@@ -5,17 +5,19 @@ Real processes over host memory; see tests/support/cuda_memory_worker.py. `make 
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 
-from tests.support import ROOT, memory_module
+from tests.support import HANG_S, ROOT, memory_module
+from tests.support.memory_module import wait_until
 from tests.support.processes import free_port
 from tools.children import bound
 from xen_moe_jax.backends.cuda import agreement, liveness
@@ -57,7 +59,7 @@ class Job:
     def results(self, *who: int) -> list[dict]:
         out = []
         for p in who or range(COUNT):
-            text, errors = self.processes[p].communicate(timeout=100)
+            text, errors = self.processes[p].communicate(timeout=HANG_S)
             assert self.processes[p].returncode == 0, f"process {p}: {errors[-2000:]}"
             out.append(json.loads(text.splitlines()[-1]))
         return out
@@ -81,10 +83,7 @@ def test_processes_that_lowered_nothing_start_memory_when_they_load_a_program(tm
 
 
 def test_all_grow_through_the_store_of_jax():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    for result in run("grow", f"127.0.0.1:{port}"):
+    for result in run("grow", f"127.0.0.1:{free_port()}"):
         assert result["errors"] == ["", ""] and result["listed"][0]["staging_bytes"] == LARGE_STAGING
 
 
@@ -103,7 +102,7 @@ def test_memory_that_one_lacks_is_an_error_in_all_and_nobody_is_left_waiting(tmp
         first, second, third = result["errors"]
         assert first == third == ""
         assert "failed in process 1, so every process leaves its memory as it was" in second
-        assert result["kept"] and result["seconds"] < 15
+        assert result["kept"] and result["seconds"] < 80, "a wait of 100 s"
         assert result["listed"][0]["staging_bytes"] == LARGE_STAGING
 
 
@@ -137,7 +136,7 @@ def test_a_process_that_does_not_come_is_named_by_all_within_the_limit(tmp_path)
         assert "process 1 did not come within 2 s" in results[process]["errors"][0]
     assert "process 1 did not come within 2 s" in results[1]["errors"][1]  # told at once that it is too late
     for result in results:
-        assert result["errors"][2] == "" and result["seconds"] < 30
+        assert result["errors"][2] == "" and result["seconds"] < 80, "a wait of 100 s"
 
 
 def test_a_killed_process_is_named_within_ten_seconds_and_ends_the_wait_for_it(tmp_path):
@@ -222,6 +221,7 @@ def test_reset_in_all_processes_begins_again_under_one_number(tmp_path):
 class DictStore:
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
+        self.looks = collections.Counter[str]()
 
     def set(self, key: str, value: bytes) -> None:
         self.values[key] = value
@@ -230,6 +230,7 @@ class DictStore:
         return self.values.setdefault(key, value)
 
     def get(self, key: str, seconds: float) -> bytes | None:
+        self.looks[key] += 1
         limit = time.monotonic() + seconds
         while key not in self.values and time.monotonic() < limit:
             time.sleep(0.002)
@@ -254,17 +255,22 @@ def test_an_identity_is_of_one_process_only():
 
 
 def test_without_pidfds_silence_counts(monkeypatch):
-    monkeypatch.setattr(liveness, "SILENCE_S", 0.6)
-    monkeypatch.setattr(liveness, "BEAT_S", 0.1)
-    monkeypatch.setattr(liveness, "POLL_S", 0.05)
+    """By a clock that goes on when the watcher has looked, however late its thread runs."""
+    now = 0.0
+    monkeypatch.setattr(liveness, "time", types.SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(liveness, "POLL_S", 0.01)
     store, died = DictStore(), []
     store.set(f"{liveness.PREFIX}/1/identity", b"elsewhere pid:[7] 12 34")
+    beat = f"{liveness.PREFIX}/1/beat"
     watcher = liveness.Watcher(store, 0, 2, lambda process, clean: died.append((process, clean)))
-    for beat in range(10):
-        store.set(f"{liveness.PREFIX}/1/beat", str(beat).encode())
-        time.sleep(0.1)
-    assert not died and store.get(f"{liveness.PREFIX}/0/beat", 1.0)
-    time.sleep(1.5)
+    for number in range(10):
+        store.set(beat, str(number).encode())
+        looks = store.looks[beat]
+        wait_until(lambda: store.looks[beat] > looks + 1, 60)  # noqa: B023
+        now += 0.9 * liveness.SILENCE_S
+    assert not died and store.get(f"{liveness.PREFIX}/0/beat", 60.0)
+    now += 0.2 * liveness.SILENCE_S
+    wait_until(lambda: died, 60)
     watcher.leave()
     assert died == [(1, False)] and watcher.dead() == {1}
 
@@ -298,5 +304,7 @@ def test_the_store_of_jax_keeps_what_was_written_first():
         "print(store.set_once('verdict', b'one'), store.set_once('verdict', b'two'), store.get('verdict', 1.0))\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=HANG_S
+    )
     assert done.stdout.split() == ["b'one'", "b'one'", "b'one'"], done.stderr[-1000:]

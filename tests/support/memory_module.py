@@ -46,7 +46,7 @@ def run(memory, workspace, needs=SMALL, times=1):
     return all(all(memory.run(workspace, *needs, 7)) for _ in range(times))
 
 
-def wait_until(condition, seconds=10.0):
+def wait_until(condition, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -132,7 +132,7 @@ def one_dies(rank: Rank) -> dict:
     serves = rank.memory.serves(workspace, *SMALL) and not rank.memory.serves(workspace, *LARGE)
     began, closing = time.monotonic(), ""
     try:
-        workspace.release(5.0)
+        workspace.release(60.0)
     except RuntimeError as error:
         closing = str(error)
     return {
@@ -169,6 +169,7 @@ def one_is_silent(rank: Rank) -> dict:
 def ends_inside(rank: Rank) -> dict:
     """A call of NCCL never ends. The processes give up, and each ends by itself, with a status of its own."""
     rank.nccl.set("stall", 2)
+    rank.meet("up")
     print(rank.serve(rank.workspace(), SMALL, 2.0), file=sys.stderr)
     sys.exit(7)
 

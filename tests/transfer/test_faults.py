@@ -38,8 +38,8 @@ def test_a_receiver_that_is_killed_is_named_at_once(engine, other):
     begun = time.monotonic()
     with pytest.raises(xt.PeerLost, match="'there'") as lost:
         for _ in range(1000):
-            engine.write(np.ones(1 << 20, np.float32), target).wait(5)
-    assert time.monotonic() - begun < 2
+            engine.write(np.ones(1 << 20, np.float32), target).wait(30)
+    assert time.monotonic() - begun < 20, "a wait of 30 s was not ended by the death"
     assert lost.value.peer == "there" and lost.value.request.startswith("write <w float32") and there.lost
     with pytest.raises(xt.PeerLost):
         there["w"]
@@ -54,14 +54,14 @@ def test_a_caller_that_waits_for_a_peer_that_dies_is_told(engine, other):
     transfer = engine.send(there, np.ones(4), tag="never taken")
     other.start("leave")
     for wait in (
-        lambda: transfer.wait(10),
-        lambda: engine.recv(there, timeout=10),
-        lambda: engine.barrier([there], 10),
+        lambda: transfer.wait(60),
+        lambda: engine.recv(there, timeout=60),
+        lambda: engine.barrier([there], 60),
     ):
         begun = time.monotonic()
         with pytest.raises(xt.PeerLost):
             wait()
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 40
 
 
 def test_a_peer_that_closes_its_engine_is_lost_too(engine, other):
@@ -74,6 +74,7 @@ def test_a_peer_that_closes_its_engine_is_lost_too(engine, other):
 def test_a_counter_says_how_far_it_came(engine, other):
     engine.window(aval(4), name="w")
     other.call("write", "w", 0, (4,), np.float32, 5)
+    engine._core.wait(lambda: engine.counter(5, expect=1).done(), 30, lambda: "no write was counted", "test")
     with pytest.raises(xt.TransferTimeout, match="counter 5: 1 of 3 writes after 0.1 s"):
         engine.counter(5, expect=3).wait(0.1)
     with engine.counter(5, expect=1) as counter:
@@ -229,7 +230,7 @@ def test_another_program_listens_and_says_nothing(engine):
             begun = time.monotonic()
             with pytest.raises(xt.TransferTimeout):
                 asking.connect(second.descriptor, timeout=0.3)
-            assert time.monotonic() - begun < 2
+            assert time.monotonic() - begun < 20, "it waited for the default of 30 s"
 
 
 def test_silent_strangers_are_sent_away_and_the_next_client_is_let_in(engine, monkeypatch):
@@ -298,8 +299,8 @@ def test_closing_ends_what_is_under_way(engine, other):
     target = there["w"]
     transfer = second.write(slow_source(), target, imm=1)
     begun = time.monotonic()
-    second.close()
-    assert time.monotonic() - begun < 5
+    second.close(60)
+    assert time.monotonic() - begun < 40
     with pytest.raises(xt.TransferError):
         transfer.wait(1)
     with pytest.raises(xt.TransferRefused, match="closed"):
@@ -319,7 +320,7 @@ def test_closing_beside_a_stopped_peer_ends(others):
         kept = len(module._never_released)
         begun = time.monotonic()
         second.close(timeout=0.5)
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() - begun < 8, "it waited for the default of 10 s"
         assert len(module._never_released) == kept + 1, (
             "a stopped process can still write into memory that was given up"
         )

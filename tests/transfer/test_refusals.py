@@ -185,7 +185,7 @@ def test_engines_that_connect_anew_begin_their_barriers_anew(engine):
             waiting.join(10)
             assert not waiting.is_alive()
             there.close()
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 60
             while engine.peers and time.monotonic() < deadline:
                 time.sleep(0.01)
 
@@ -210,7 +210,7 @@ def test_engines_that_connect_at_once_have_one_connection(engine, who):
             assert len(engine.peers) == len(engine._peers) == len(other._peers) == 1
             engine.send(here, b"x")
             assert other.recv(there, timeout=5) == b"x"
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while engine.peers and time.monotonic() < deadline:
             time.sleep(0.01)
 
@@ -323,7 +323,7 @@ def test_an_engine_asks_again_when_the_other_one_gives_up_its_own_connection():
         given_up.start()
         begun = time.monotonic()
         assert high.connect(low.descriptor, timeout=30).name == low.name
-        assert 0.2 < time.monotonic() - begun < 10
+        assert 0.2 < time.monotonic() - begun < 25
         given_up.join()
 
 
