@@ -7,8 +7,9 @@ import pytest
 
 from tests.native.emulator import build
 from tests.native.emulator.built import built, emulate, with_fault
+from tests.support import HANG_S
 
-SECONDS = 120
+SECONDS = HANG_S
 
 
 @pytest.fixture(scope="session")
