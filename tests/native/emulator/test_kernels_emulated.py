@@ -60,7 +60,7 @@ CASES = [
 def test_scenario(harness, tmp_path, scenario, ranks, gpus, multiprocessors, calls):
     out = tmp_path / "out.json"
     command = [harness, "--ranks", ranks, "--gpus", gpus, "--scenario", scenario, "--calls", calls]
-    command += ["--patience", {"absent": 40, "graphs": 4}.get(scenario, PATIENCE), "--json", out]
+    command += ["--patience", {"graphs": 4}.get(scenario, PATIENCE), "--json", out]
     done = emulate(command, seconds=SECONDS, multiprocessors=multiprocessors)
     assert done.returncode == 0, done.stdout + done.stderr
     (entry,) = json.loads(out.read_text())["scenarios"]
