@@ -58,6 +58,7 @@ class _Refs:
     records: Any = None
     scales: Any = None
     header: Any = None
+    into: Any = None
 
 
 def _body(refs: _Refs, *, record: Record, padding_rows: bool) -> None:
@@ -132,6 +133,7 @@ def place(
     padding_rows: bool,
     launch: Launch,
     keep_header: bool = False,
+    into: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """Builds rows from staged records.
 
@@ -142,6 +144,8 @@ def place(
       padding_rows: rows without a record are zero; otherwise they are unspecified.
       keep_scales: results are the values as they travelled and their scales, not their product.
       keep_header: the block row with the header is a result, too; unspecified where there is no record.
+      into: `[C, hidden]`, which becomes the result: its rows outside of the visited blocks stay. Rows are the only
+        result then.
 
     Returns:
       `(rows [C, hidden],)` of `out_dtype`, with `keep_scales` also float32 `[C, chunks]`, with `keep_header` also int32
@@ -163,10 +167,11 @@ def place(
 
         return pl.BlockSpec((1, 1, count), at, memory_space=pltpu.SMEM)
 
+    hbm, given = pl.BlockSpec(memory_space=pltpu.HBM), [] if into is None else [into]
     return _launched(
-        ["blocks", "last", "gathered", "now", "following", "staged"],
-        [table_of(0, 1), table_of(0, block), table_of(1, block), pl.BlockSpec(memory_space=pltpu.HBM)],
-        (blocks, (num_blocks - 1).reshape(1), gathered, table, table, staged),
+        ["blocks", "last", "gathered", "now", "following", "staged", *["into"] * len(given)],
+        [table_of(0, 1), table_of(0, block), table_of(1, block), hbm, *[hbm] * len(given)],
+        (blocks, (num_blocks - 1).reshape(1), gathered, table, table, staged, *given),
         num_blocks=num_blocks,
         rows=rows,
         block=block,
@@ -225,6 +230,7 @@ def _launched(
                 scratch_shapes=gather.buffers(record, block),
             ),
             out_shape=[((rows, columns), dtype) for _, columns, dtype in results],
+            aliases={len(operands) - 1: 0} if "into" in names else {},
         )(*operands)
     )
 

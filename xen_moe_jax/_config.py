@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Self
 
 from xen_moe_jax._numbers import as_float, as_int, is_one_of
 
@@ -88,10 +88,22 @@ class RowsInHalves(KernelConfig):
     """
 
     @classmethod
-    def of(cls, config: KernelConfig | None) -> RowsInHalves:
-        """Returns a config with the same fields; those that a subclass adds are left out."""
+    def of(cls, config: KernelConfig | None, **added: Any) -> Self:
+        """Returns a config with the same fields; of those that a subclass adds it has `added`."""
         config = config or DEFAULT_CONFIG
-        return cls(**{field.name: getattr(config, field.name) for field in dataclasses.fields(KernelConfig)})
+        return cls(**{field.name: getattr(config, field.name) for field in dataclasses.fields(KernelConfig)}, **added)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsLater(RowsInHalves):
+    """Tuning of a dispatch whose rows `experts.waves` brings, and of the combine behind these experts. The dispatch
+    makes all other results, and rows that nothing may read.
+
+    Attributes:
+      row_wire: the `Wire` of the rows.
+    """
+
+    row_wire: Any = None
 
 
 def _is_interpret_params(value: Any) -> bool:

@@ -13,16 +13,25 @@ import jax.numpy as jnp
 
 from xen_moe_jax import _exact, _layout, _validate
 from xen_moe_jax._api import dispatch
-from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._config import KernelConfig, RowsInHalves
 from xen_moe_jax._float8_weight import Float8Weight, without_codes
 from xen_moe_jax._numbers import is_one_of
 from xen_moe_jax._placement import Placement
 from xen_moe_jax._quantized_weight import QuantizedWeight, adopted, check_format, without_gradient
 from xen_moe_jax._replicated import combine_replicated, dispatch_replicated
+from xen_moe_jax._spec import Spec
 from xen_moe_jax._types import BlockScaled, MoEMLPInfo, Routed
 from xen_moe_jax.experts import float8, gathered, hopper, lent, tpu_decode, tpu_decode_layer
 from xen_moe_jax.experts.arrived import Way, dispatch_quantized
-from xen_moe_jax.experts.combined import Return, by_hopper, config_for_rows, experts_and_combine, run_experts, sent_as
+from xen_moe_jax.experts.combined import (
+    Return,
+    by_hopper,
+    config_for_rows,
+    config_for_waves,
+    experts_and_combine,
+    run_experts,
+    sent_as,
+)
 from xen_moe_jax.experts.function import ACTIVATIONS, APPLY_WEIGHTS_TO, GROUPED_MATMULS, ExpertFunction
 
 CALLER = "moe_mlp"
@@ -201,6 +210,10 @@ def moe_mlp(
             x, sending["wire"] = sent_as(function, x, wire)
             if placement is balance is slots_per_rank is None and len(axis_sizes) == 1:
                 config = config_for_rows(function, values, weights, capacity, config)
+                if isinstance(config, RowsInHalves):  # with a capacity
+                    axes, count = _validate.axes(axis_name, CALLER, groups=True), math.prod(values.shape[:-1])
+                    spec = Spec(*axes, num_experts, count, topk_idx.shape[-1], layout, int(capacity or 0), alignment)
+                    config = config_for_waves(config, spec, wire, active, combine_wire, gradient_wire)
             routed = dispatch(x, topk_idx, topk_weights, **routing, **sending, config=config)
             tokens = None if isinstance(x, BlockScaled) else x
         else:

@@ -59,6 +59,8 @@ PROGRAMS = ("xen_moe_jax", "jax.lax.ragged_all_to_all")
 ONE_HOST = tuple(TARGETS)[:2]
 """Topologies for which a program is compiled with each of its matmuls; for other topologies, with the first one
 alone."""
+WHOLE_DISPATCH = "xen_moe_push"
+"""The kernel that a program has if its tokens do not come in waves."""
 IDENTITY = ("topology", "program", "matmul")
 
 
@@ -187,7 +189,8 @@ def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) ->
     ici = ici_bytes(own, devices, seed)
     order = tpu_layer_programs.scheduled(compiled.text) if own else []
     by_weight = [grid.window for grid in compiled.grids if grid.kernel == tpu_bundles.BY_WEIGHT]
-    schedule = timeline(order, counted, grouped, by_weight, *waves_of(devices, seed)) if own else []
+    waves = waves_of(devices, seed, tokens=WHOLE_DISPATCH not in order) if own else ()
+    schedule = timeline(order, counted, grouped, by_weight, *waves) if own else []
     return {
         "topology": topology,
         "devices": devices,
@@ -245,10 +248,8 @@ def kernel_cycles(program: tpu_bundles.Program, devices: int, seed: int) -> tupl
     calls = collections.Counter(name.split()[0] for name in tpu_layer_programs.scheduled(program.text))
     counted = {}
     for name, found in each.items():
-        times: float = len(found)
-        if name in ("xen_moe_start", "xen_moe_done", "xen_moe_order_pairs"):  # equal calls are one kernel
-            times = calls[name]
-        elif name in ("xen_moe_place", "xen_moe_reduce_slots_local"):  # windows have the work of one call together
+        times: float = max(len(found), calls[name])  # equal calls are one kernel
+        if name in ("xen_moe_place", "xen_moe_reduce_slots_local"):  # windows have the work of one call together
             times = min(times, 2)
         counted[name] = sum(found) / len(found) * times
     return counted, uncounted
@@ -358,9 +359,9 @@ class Waves(NamedTuple):
     buffer: int = 0
 
 
-def waves_of(devices: int, seed: int) -> list[Waves]:
-    """Returns the waves of our layer: of the outputs, and of the cotangents. A record goes there with its token's first
-    row on a rank, and back with the last."""
+def waves_of(devices: int, seed: int, *, tokens: bool) -> tuple[Waves, list[Waves]]:
+    """Returns the waves of our layer: of the outputs; and of rows that come, of `tokens` if they come in waves, then of
+    cotangents. A record comes with its token's first row on a rank, and a sum goes home with the last."""
     from benchmarks.tpu import layer_programs as tpu_layer_programs
     from xen_moe_jax._spec import Spec
     from xen_moe_jax.experts import waves
@@ -371,16 +372,18 @@ def waves_of(devices: int, seed: int) -> list[Waves]:
     idx = np.argpartition(rng.random((8 * TOKENS, SIZES["experts"]), np.float32), SIZES["top_k"], axis=1)
     idx = idx[:, : SIZES["top_k"]]
     rows, here, fraction = TOKENS * SIZES["top_k"], idx < local, rng.random(8 * TOKENS)
-    found = []
-    for back in (True, False):
-        cut = waves.windows(spec, back=back)
+
+    def waves_in(cut: list[tuple[int, int]], back: bool) -> Waves:
         ends = np.array([min(end, rows) for _, end in cut]) / rows
         expert = np.where(here, idx, -1).max(1) if back else idx.min(1)
         place = np.sort((expert + fraction)[here.any(1)])
         carried = np.diff(np.searchsorted(place, ends * local), prepend=0) / len(place)
         buffer = waves.areas(cut)[-1] if back else 0
-        found.append(Waves(np.diff(ends, prepend=0).tolist(), [round(float(part), 4) for part in carried], buffer))
-    return found
+        return Waves(np.diff(ends, prepend=0).tolist(), [round(float(part), 4) for part in carried], buffer)
+
+    forward = waves.windows(spec, back=True, both=tokens)
+    coming = [waves_in(cut, False) for cut in [forward] * tokens + [waves.windows(spec)]]
+    return waves_in(forward, True), coming
 
 
 def timeline(
@@ -389,7 +392,7 @@ def timeline(
     grouped: dict[str, list[float]],
     by_weight: list[int],
     outputs: Waves,
-    cotangents: Waves,
+    coming: list[Waves],
 ) -> list[tuple[str, float]]:
     """Returns what a program does, step by step: ("core", cycles of kernels), ("start", the part of an exchange that
     leaves), ("done", number of the start that is waited for), or ("sends", cycles of a kernel that sends an exchange
@@ -397,7 +400,7 @@ def timeline(
 
     Args:
       order: the kernels of the program. counted: cycles of all calls of a kernel. grouped: of each call, as traced.
-      by_weight: rows of each gradient by weights, as traced.
+      by_weight: rows of each gradient by weights, as traced. outputs, coming: as of `waves_of`.
     """
     every = collections.Counter(name.split()[0] for name in order)
     each = {name: list(found) for name, found in grouped.items() if name != tpu_bundles.BY_WEIGHT}
@@ -408,10 +411,12 @@ def timeline(
             raise ValueError(f"{name}: {order.count(name)} calls in the program, {len(found)} were traced")
     starts = [name for name in order if name.startswith("xen_moe_start")]
     home = f"xen_moe_start {outputs.buffer}"
-    carried = [*cotangents.carried, 1.0] if home in starts else [1.0] * len(starts)
-    parts = {True: list(outputs.carried), False: carried}
-    if home in starts:  # of the windows of both passes; the sums of the rows' gradient are behind them
-        each["xen_moe_place"] = [counted["xen_moe_place"] / 2 * n for n in (1.0, *cotangents.rows)]
+    in_waves = home in starts
+    carried = [part for waves in coming for part in waves.carried] * in_waves
+    parts = {True: list(outputs.carried), False: [*carried, *[1.0] * len(starts)]}  # of those behind the waves, all
+    if in_waves:  # of the windows of both passes; the sums of the rows' gradient are behind them
+        windows = [[1.0], *(waves.rows for waves in coming)][-2:]
+        each["xen_moe_place"] = [counted["xen_moe_place"] / 2 * n for rows in windows for n in rows]
         sums = counted["xen_moe_reduce_slots_local"] / 2
         each["xen_moe_reduce_slots_local"] = [*(sums * n for n in outputs.rows), sums]
     steps: list[tuple[str, float]] = []

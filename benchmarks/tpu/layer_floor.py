@@ -55,7 +55,10 @@ def floor(row: dict[str, Any], chip: Topology, sizes: dict[str, int]) -> dict[st
     # four exchanges of nearly the same bytes; the peer's have no kernel that sends
     whole = [["sends", kernels.get(name, 0.0) / 2] for name in SENDING] * 2
     waits = waits_us(row.get("timeline", whole), wire / 4)
-    gathered = chip.all_gather_us(row.get("collective_bytes", {}).get("all-gather", 0), row["devices"])
+    moved = row.get("collective_bytes", {})
+    # of 64 ranks XLA gathers by an all-reduce, which moves twice the bytes; the router's gradient is no part of the sum
+    reduced = max(moved.get("all-reduce", 0) - 4 * sizes["hidden"] * sizes["experts"], 0)
+    gathered = chip.all_gather_us(moved.get("all-gather", 0) + 2 * reduced, row["devices"])
     return {
         "matmuls_us": round(matmuls, 1),
         "kernels_us": round(sum(kernels.values()), 1),

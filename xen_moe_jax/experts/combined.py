@@ -32,12 +32,13 @@ import jax
 from xen_moe_jax import backends
 from xen_moe_jax._api import combine, redispatch
 from xen_moe_jax._async_primitives import order
-from xen_moe_jax._config import KernelConfig, RowsInHalves
+from xen_moe_jax._config import KernelConfig, RowsInHalves, RowsLater
 from xen_moe_jax._mesh import platform, vary_alike
 from xen_moe_jax._numbers import as_int
 from xen_moe_jax._overlap import combine_done, combine_start, define_derivative, overlap
 from xen_moe_jax._quantize import parse_wire, quantize
 from xen_moe_jax._quantized_weight import QuantizedWeight
+from xen_moe_jax._spec import Spec
 from xen_moe_jax._types import Flight, Handle, Routed
 from xen_moe_jax.backends.pallas import hardware
 from xen_moe_jax.experts import grouped_matmul, hopper, hopper_float8, mlp, on_tpu, waves
@@ -54,6 +55,7 @@ class Return:
     config: KernelConfig | None = None
 
     def __call__(self, y: jax.Array, handle: Handle, *, weighted: bool) -> jax.Array:
+        assert not isinstance(self.config, RowsLater), "y was made of rows that have not come"
         return combine(y, handle, weighted=weighted, **vars(self))
 
     def transposed(self, cotangent: jax.Array, handle: Handle) -> jax.Array:
@@ -86,9 +88,8 @@ def experts_and_combine(
             return _weighted_combine(function, weights, routed, back, _run)
         return _plain_combine(back, run_experts(function, weights, routed), routed.handle)
     if by_rows and _own(function, weights) and by_pallas(function, routed.x, weights):
-        return _weighted_combine(
-            function, weights, routed, back, _run_on_tpu, tokens if _flies(routed.handle, back) else None
-        )
+        flies = routed.handle.placement is None and _flies(routed.handle.spec, back.config)
+        return _weighted_combine(function, weights, routed, back, _run_on_tpu, tokens if flies else None)
     at_home = function.layout == "grouped" and routed.handle.placement is None
     if by_rows and at_home and mlp.by_float8_kernels(function, routed.x, weights):
         return _weighted_float8(function, weights, routed, back)
@@ -194,21 +195,38 @@ def _plain_backward(back: Return, handle: Handle, cotangent: jax.Array) -> tuple
 _plain_combine.defvjp(_plain_forward, _plain_backward)
 
 
-def _flies(handle: Handle, back: Return) -> bool:
+def _flies(spec: Spec, config: KernelConfig | None) -> bool:
     """Returns True if the gradient of the rows goes home by a start and a done: to other ranks along one mesh axis, and
-    of so many tokens that a start costs little beside them."""
-    spec, config = handle.spec, back.config or KernelConfig()
-    few = hardware.low_latency(spec, config) or spec.num_ranks == 1
-    return handle.placement is None and len(spec.axis_name) == 1 and not few
+    of so many tokens that a start costs little beside them. `spec` is that of a dispatch without a placement."""
+    few = hardware.low_latency(spec, config or KernelConfig()) or spec.num_ranks == 1
+    return len(spec.axis_name) == 1 and not few
 
 
-def _in_waves(handle: Handle, back: Return) -> bool:
+def _in_waves(spec: Spec, config: KernelConfig | None, active: Any, *wires: Any) -> bool:
     """Returns True if the experts' outputs go home and the cotangent's rows come in waves (`waves.py`): by the kernels
     for TPUs, with so many rows that they have several windows."""
-    backend = (back.config or KernelConfig()).backend or backends.for_platform(platform())
-    formats = [parse_wire(wire) for wire in (back.wire, back.gradient_wire)]
+    backend = (config or KernelConfig()).backend or backends.for_platform(platform())
+    formats = [parse_wire(wire) for wire in wires]
     by_kernels = backend == "pallas" and not any(wire is not None and wire.is_mxfp4 for wire in formats)
-    return by_kernels and handle.active is None and len(waves.windows(handle.spec)) > 1
+    return by_kernels and active is None and len(waves.windows(spec)) > 1
+
+
+def config_for_waves(config: KernelConfig | None, spec: Spec, wire: Any, active: Any, *wires: Any) -> Any:
+    """Returns the config for a dispatch and a combine: a `RowsLater` if the rows come in waves, else `config`.
+
+    Args:
+      config: a result of `config_for_rows`, for experts in `experts_and_combine` that are given the tokens.
+      wire: of the dispatch. wires: of the combine and of gradients.
+    """
+    routing = spec.num_ranks * spec.num_tokens * spec.top_k  # numbers that every rank gathers
+    later = isinstance(config, RowsInHalves) and routing <= MOST_ROUTING and _flies(spec, config)
+    if not later or not _in_waves(spec, config, active, wire, *wires):
+        return config
+    return RowsLater.of(config, row_wire=parse_wire(wire))
+
+
+MOST_ROUTING = 2**21
+"""Slots of all ranks, with which rows may come in waves: every rank gathers three numbers of each of them first."""
 
 
 def _weighted_combine(
@@ -233,6 +251,11 @@ class _Step:
     def halves(self) -> bool:
         """True if the combines of the experts' outputs and of the rows' gradient may read rows in halves."""
         return isinstance(self.back.config, RowsInHalves)
+
+    def in_waves(self, handle: Handle) -> bool:
+        """True if rows travel in waves, given that they fly at all."""
+        back = self.back
+        return _in_waves(handle.spec, back.config, handle.active, back.wire, back.gradient_wire)
 
     def inner(self, rows: Any, first: Any, sizes: Any) -> Any:
         return mlp.inner_rows(self.function, rows, sizes, first)
@@ -308,19 +331,18 @@ def _run_on_tpu(
 ) -> Any:
     """The value of `_run`. With tokens `[T, H]` its derivative is that by the tokens in place of that by their rows;
     `tokens` may be None."""
-    flies = tokens is not None
-    return _value_on_tpu(step, rows, row_weights, first, last, sizes, handle, keep=False, flies=flies)[0]
+    return _value_on_tpu(step, False, rows, row_weights, first, last, sizes, handle, tokens)[0]
 
 
-def _value_on_tpu(
-    step: _Step, rows: Any, row_weights: Any, first: Any, last: Any, sizes: Any, handle: Any, *, keep: bool, flies: bool
-) -> tuple[Any, list[Any]]:
-    """Returns the value of `_run`, and with `keep` the projections, else none."""
+def _value_on_tpu(step: _Step, keep: bool, *operands: Any) -> tuple[Any, Any, list[Any]]:
+    """Returns the value of `_run_on_tpu`, the rows, and with `keep` the projections, else none."""
+    rows, row_weights, first, last, sizes, handle, tokens = operands
     weights, _ = mlp.weights_and_biases(step.function, first)
     activation = mlp.in_kernels(step.function)
-    if flies and _in_waves(handle, step.back):
+    if tokens is not None and step.in_waves(handle):
         return waves.value(
             rows,
+            tokens,
             weights,
             last["down"],
             row_weights,
@@ -334,16 +356,16 @@ def _value_on_tpu(
         )
     inner, projections = on_tpu.activated_and_products(rows, weights, sizes, activation, keep=keep)
     y = on_tpu.product_in_halves(inner, last["down"], sizes) if step.halves else step.outer(inner, last, sizes)
-    return step.home(y, handle, row_weights), projections
+    return step.home(y, handle, row_weights), rows, projections
 
 
 def _forward_on_tpu(
     step: _Step, rows: Any, row_weights: Any, first: Any, last: Any, sizes: Any, handle: Any, tokens: Any
 ) -> tuple[Any, Any]:
-    rows, row_weights, first, last = jax.tree.map(hopper.first_order, (rows, row_weights, first, last))
-    flies = tokens is not None
-    out, projections = _value_on_tpu(step, rows, row_weights, first, last, sizes, handle, keep=True, flies=flies)
-    return out, (projections, rows, row_weights, first, last, sizes, handle, _Given(flies))
+    operands = rows, row_weights, first, last, tokens
+    rows, row_weights, first, last, tokens = jax.tree.map(hopper.first_order, operands)
+    out, rows, projections = _value_on_tpu(step, True, rows, row_weights, first, last, sizes, handle, tokens)
+    return out, (projections, rows, row_weights, first, last, sizes, handle, _Given(tokens is not None))
 
 
 def _backward_on_tpu(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
@@ -351,7 +373,7 @@ def _backward_on_tpu(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
     projections, row_weights, cotangent = jax.tree.map(hopper.first_order, (projections, row_weights, cotangent))
     weights, _ = mlp.weights_and_biases(step.function, first)
     activation = mlp.in_kernels(step.function)
-    waved = given.tokens and _in_waves(handle, step.back)
+    waved = given.tokens and step.in_waves(handle)
     if waved:
         by_rows, by_projections, by_down, by_row_weights = waves.gradients(
             cotangent,

@@ -2,15 +2,18 @@
 
 The rows of a rank, sorted by expert, are cut at fixed numbers of rows, multiples of every tile, so that the kernels of
 a window of rows have the tiles and pieces that they would have in one call, and the bits of the results are the same.
-In the backward pass rows of cotangents come in waves, in the forward pass sums of the outputs go home in waves. A wave
-travels by the DMAs of a start, and ends in a done, while kernels work on a window:
+Rows of tokens and of cotangents come in waves, and sums of the outputs go home in waves. A wave travels by the DMAs of
+a start, and ends in a done, while kernels work on a window:
 
-    come:     pack | start 0, done 0, start 1 | window 0: place, gradients without gate, up | done 1, start 2 | ...
-    go home:  window 0: products, sums | start 0 | window 1: products, sums | done 0, start 1 | ...
+    backward: pack | start 0, done 0, start 1 | window 0: place, gradients without gate, up | done 1, start 2 | ...
+    home:     window 0: products, sums | start 0 | window 1: products, sums | done 0, start 1 | ...
+    forward:  pack | start 0, done 0, start 1 | window 0: place, products, sums | home 0 | done 1, start 2 | ...
 
 A record comes once, in the wave of the first window in which its token has a row; kernels of later windows find it in
 staging. A sum goes home once, in the wave of its token's last row. With few experts on a rank a wave carries little
 more than its part of all records. The first wave that comes and the last one that goes home keep the core waiting.
+Rows that come in waves need the routing of all ranks before: the dispatch (with a `RowsLater`) makes all of its results
+but the rows out of numbers that ranks gather.
 Interpret mode, in which no kernel leaves semaphores behind, exchanges a wave in one kernel.
 """
 
@@ -23,10 +26,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from xen_moe_jax import _layout
 from xen_moe_jax._api import combined
-from xen_moe_jax._config import KernelConfig
+from xen_moe_jax._config import KernelConfig, RowsLater
+from xen_moe_jax._moe_primitives import ROWS
 from xen_moe_jax._primitive import declare_composite
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._shapes import ShapeDtype
@@ -47,15 +52,16 @@ ENDS = (1, 3, 5)
 beside which nothing runs, is a small one. For rows that go home the last window is the small one."""
 
 
-def windows(spec: Spec, *, back: bool = False) -> list[tuple[int, int]]:
-    """Returns the first row of each window, and the row behind its last one, of rows that come, or go home with `back`.
-    The last window has all rows that uniform routing does not have, too."""
+def windows(spec: Spec, *, back: bool = False, both: bool = False) -> list[tuple[int, int]]:
+    """Returns the first row of each window, and the row behind its last one, of rows that come, or with `back` go home,
+    or do `both`. The last window has all rows that uniform routing does not have, too."""
     unit = next((size for size in on_tpu.WEIGHT_ROWS if spec.capacity % size == 0), 0)
     if not unit:
         return [(0, spec.capacity)]
     tiles = min(spec.num_tokens * spec.top_k, spec.capacity) // unit
-    ends = {-(-tiles * n // 8) for n in ENDS} - {0, tiles}
-    ends = {(tiles - n if back else n) * unit for n in ends}
+    come = {-(-tiles * n // 8) for n in ENDS} - {0, tiles}
+    home = {tiles - n for n in come}
+    ends = {n * unit for n in (come | home if both else home if back else come)}
     return list(zip([0, *sorted(ends)], [*sorted(ends), spec.capacity], strict=True))
 
 
@@ -138,12 +144,27 @@ class _Travel:
       buffer, staged: the records that leave, and those that have come.
     """
 
-    def __init__(self, runs: list[exchange.Runs], rows: int, spec: Spec, config: KernelConfig) -> None:
+    def __init__(
+        self, runs: list[exchange.Runs], rows: int, spec: Spec, config: KernelConfig, onto: _Travel | None = None
+    ) -> None:
+        """With `onto`, records come to where those of other waves, along the same routing, have left."""
         self.buffer: Any = None
-        self.staged: Any = None
+        self._staged: Any = None
         self._left, self._rows, self._axes, self._config = list(runs), rows, plan.kernel_axes(spec), config
+        self._onto = onto
         self._flight: Any = None
         self._runs: Any = None
+
+    @property
+    def staged(self) -> Any:
+        return self._onto.buffer if self._onto else self._staged
+
+    @staged.setter
+    def staged(self, records: Any) -> None:
+        if self._onto:
+            self._onto.buffer = records
+        else:
+            self._staged = records
 
     def begin(self) -> None:
         """Starts the next wave, if there is one left."""
@@ -176,8 +197,45 @@ class _Travel:
             self._flight = None
 
 
+class _Coming:
+    """Rows of tokens `[T, H]` that come in waves, along the routing that `positions` and `topk_idx` tell."""
+
+    def __init__(
+        self,
+        tokens: jax.Array,
+        topk_idx: jax.Array,
+        positions: jax.Array,
+        recv_counts: jax.Array,
+        cut: list[tuple[int, int]],
+        spec: Spec,
+        wire: Wire | None,
+        config: KernelConfig,
+    ) -> None:
+        self._like, self._counts, self._spec, self._config = records.rows_of(tokens, wire), recv_counts, spec, config
+        self.record = self._like.record
+        row = jnp.min(jnp.where(positions >= 0, positions, spec.capacity), axis=-1)
+        todo = waves_of(jnp.where(row < spec.capacity, row, -1), cut, spec, back=False)
+        (self._source,) = tables.scattered(positions, [(todo.here, -1)], recv_counts, spec, config)
+        routes = push_kernel.Routes(
+            *_of_tokens(todo, topk_idx, spec), jnp.zeros((1,), jnp.int32), plan.combine_staging_rows(spec)
+        )
+        self.travel = _Travel(todo.runs, plan.dispatch_staging_rows(spec), spec, config)
+        self.travel.buffer = records.push_records(tokens, None, routes, self._like, axes=None, spec=spec, config=config)
+        self.travel.begin()
+
+    def rows(self, begin: int, end: int, into: jax.Array | None = None, whole: bool = False) -> jax.Array:
+        """Waits for the wave of a window, starts the next one, and makes the rows, as `records.place_rows` says."""
+        self.travel.end()
+        self.travel.begin()
+        return records.place_rows(
+            self.travel.staged, self._source, self._counts, self._like,
+            spec=self._spec, config=self._config, window=slice(begin, end), into=into, whole=whole,
+        )[0]  # fmt: skip
+
+
 def value(
     rows: jax.Array,
+    tokens: jax.Array,
     first: Sequence[jax.Array],
     last: jax.Array,
     row_weights: jax.Array,
@@ -189,27 +247,38 @@ def value(
     halves: bool,
     wire: Wire | None,
     config: KernelConfig,
-) -> tuple[jax.Array, list[jax.Array]]:
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
     """Returns the experts' outputs for `rows [C, H]`, added up for each token, `[..., H]` with the dimensions of the
-    tokens; and with `keep` the products of the projections, else none.
+    tokens; the rows; and with `keep` the products of the projections, else none.
+
+    With a `RowsLater` as `config` the rows of `tokens` come here, in the waves in which sums go home. Without `keep`
+    they are not returned.
 
     Args:
       first, last, halves: as of `gradients`.
     """
-    out, *projections = _value_p.bind(
-        rows, last, row_weights, group_sizes, handle.topk_idx, handle.positions, handle.recv_counts, *first,
+    later = isinstance(config, RowsLater)
+    given = tokens.reshape(-1, tokens.shape[-1]) if later else rows
+    out, *found = _value_p.bind(
+        given, last, row_weights, group_sizes, handle.topk_idx, handle.positions, handle.recv_counts, *first,
         activation=activation, keep=keep, halves=halves, spec=handle.spec, wire=wire, config=config,
     )  # fmt: skip
-    return combined(out, handle.spec), projections
+    if later and keep:
+        rows = checkpoint_name(found.pop(0), ROWS)
+    return combined(out, handle.spec), rows, found
 
 
-def _shapes_of_value(rows: Any, last: Any, *more: Any, keep: bool, spec: Spec, **_: Any) -> list[ShapeDtype]:
-    inner = (rows.shape[0], last.shape[1]), rows.dtype
-    return [((spec.num_tokens, rows.shape[1]), rows.dtype), *[inner] * (keep * (len(more) - 5))]
+def _shapes_of_value(
+    given: Any, last: Any, *more: Any, keep: bool, spec: Spec, config: KernelConfig, **_: Any
+) -> list[ShapeDtype]:
+    rows = (spec.capacity, given.shape[1]), given.dtype
+    inner = (spec.capacity, last.shape[1]), given.dtype
+    out = (spec.num_tokens, given.shape[1]), given.dtype
+    return [out, *[rows] * (keep and isinstance(config, RowsLater)), *[inner] * (keep * (len(more) - 5))]
 
 
 def _lowered_value(
-    rows: jax.Array,
+    given: jax.Array,
     last: jax.Array,
     row_weights: jax.Array,
     group_sizes: jax.Array,
@@ -224,19 +293,28 @@ def _lowered_value(
     wire: Wire | None,
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
-    cut, matmuls = windows(spec, back=True), on_tpu.DEFAULT
+    later, matmuls = isinstance(config, RowsLater), on_tpu.DEFAULT
+    cut = windows(spec, back=True, both=later)
     todo = waves_of(jnp.max(positions, axis=-1), cut, spec, back=True)
     ranks, places = _of_tokens(todo, topk_idx, spec)
     source = jnp.where(ranks >= 0, places, -1)
-    sums = Sums.of(Call(spec, config, wire, weighted=True), rows)
-    _, zero = sums.prepared(rows, recv_counts)
-    halved = halves and sums.reads_halves(rows)
+    sums = Sums.of(Call(spec, config, wire, weighted=True), given)
+    _, zero = sums.prepared(given, recv_counts)
+    halved = halves and sums.reads_halves(given)
     launch = sums.slots_launch(halved=halved)
-    travel = _Travel(todo.runs, plan.combine_staging_rows(spec), spec, config)
+    rows: Any = given
+    coming = onto = None
+    if isinstance(config, RowsLater):
+        rows, coming = None, _Coming(given, topk_idx, positions, recv_counts, cut, spec, config.row_wire, config)
+        # the sums of a wave and of those before it are no more than the records that have left: they have the room
+        onto = coming.travel if coming.record == sums.record else None
+    travel = _Travel(todo.runs, plan.combine_staging_rows(spec), spec, config, onto)
     every: dict[int, Any] = {1 + n: None for n in range(len(first) * keep)}  # the projections, all rows
     y: Any = None
     for number, (begin, end) in enumerate(cut):
-        every, y = travel.ordered((every, y))
+        if coming:
+            rows = coming.rows(begin, end, rows if keep else None, keep)
+        rows, every, y = travel.ordered((rows, every, y))
         window = functools.partial(Window, begin, end - begin, spec.capacity)
         inner, *found = on_tpu.rows_products(rows, first, group_sizes, activation, keep, False, matmuls, window(every))
         every = dict(enumerate(found, 1))
@@ -249,14 +327,16 @@ def _lowered_value(
             staging_rows=areas(cut)[-1],
         )
         travel.buffer = sums.of_slots(
-            y.reshape(rows.shape), pairs, row_weights, zero, launch,
+            y.reshape(spec.capacity, -1), pairs, row_weights, zero, launch,
             axes=None, cores=launch.cores, halved=halved, into=travel.buffer,
         )  # fmt: skip
         travel.end()
         travel.begin()
+        if coming:
+            rows, every, y, travel.buffer = coming.travel.ordered((rows, every, y, travel.buffer))
     travel.end()
     out = sums.of_ranks(travel.staged, source, zero, sums.ranks_launch(source.shape[1], spec.num_tokens))
-    return out, *every.values()
+    return out, *[rows] * (keep and later), *every.values()
 
 
 _value_p = declare_composite("value_in_waves", _shapes_of_value, _lowered_value)
@@ -318,26 +398,14 @@ def _lowered(
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
     first, projections = more[: len(more) // 2], list(more[len(more) // 2 :])
-    cut, rows, matmuls = windows(spec), records.rows_of(cotangent, wire), on_tpu.DEFAULT
-    row = jnp.min(jnp.where(positions >= 0, positions, spec.capacity), axis=-1)
-    todo = waves_of(jnp.where(row < spec.capacity, row, -1), cut, spec, back=False)
-    (source,) = tables.scattered(positions, [(todo.here, -1)], recv_counts, spec, config)
-    routes = push_kernel.Routes(
-        *_of_tokens(todo, topk_idx, spec), jnp.zeros((1,), jnp.int32), plan.combine_staging_rows(spec)
-    )
-    travel = _Travel(todo.runs, plan.dispatch_staging_rows(spec), spec, config)
-    travel.buffer = records.push_records(cotangent, None, routes, rows, axes=None, spec=spec, config=config)
-    travel.begin()
+    cut, matmuls = windows(spec), on_tpu.DEFAULT
+    coming = _Coming(cotangent, topk_idx, positions, recv_counts, cut, spec, wire, config)
     by_rows: Any = None
     by_last: list[jax.Array] = []
     factors: list[jax.Array] = []
     for begin, end in cut:
-        travel.end()
-        travel.begin()
+        by_output = coming.rows(begin, end)
         window = functools.partial(Window, begin, end - begin, spec.capacity)
-        (by_output,) = records.place_rows(
-            travel.staged, source, recv_counts, rows, spec=spec, config=config, window=slice(begin, end)
-        )
         *projections, weighted, by_factors = on_tpu.gradients_behind_activation(
             by_output, last, row_weights, group_sizes, *projections,
             activation=activation, config=matmuls, window=window(),
@@ -345,7 +413,7 @@ def _lowered(
         by_rows = on_tpu.rows_gradient(projections, first, group_sizes, halves, matmuls, window({0: by_rows}))
         by_last = on_tpu.weight_gradient(weighted, by_output, group_sizes, matmuls, window(dict(enumerate(by_last))))
         factors.append(by_factors)
-        by_rows, by_last, projections, factors = travel.ordered((by_rows, by_last, projections, factors))
+        by_rows, by_last, projections, factors = coming.travel.ordered((by_rows, by_last, projections, factors))
     by_row_weights = on_tpu.summed_factors(jnp.concatenate(factors, axis=1))
     return by_rows.reshape(spec.capacity, -1), by_last[0], by_row_weights, *projections
 

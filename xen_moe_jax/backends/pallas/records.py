@@ -160,11 +160,20 @@ def place_rows(
     config: KernelConfig,
     keep_header: bool = False,
     window: slice | None = None,
+    into: jax.Array | None = None,
+    whole: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Staged records -> rows of `routed.x`, in its shape, or those of a window of the grouped layout; then their
-    scales, and their headers, where asked."""
+    """Staged records -> rows of `routed.x`, in its shape; then their scales, and their headers, where asked.
+
+    Args:
+      window: rows of the grouped layout that are made. They are the result, or with `whole` a part of an array of all
+        rows: of `into`, whose other rows stay, or of a fresh one, whose other rows are unspecified.
+    """
     live, shape = _layout.used_rows(recv_counts, spec).reshape(-1), spec.row_dims
-    if window is not None:
+    if window is not None and whole:
+        row = jnp.arange(live.shape[0], dtype=jnp.int32)
+        live &= (row >= window.start) & (row < window.stop)
+    elif window is not None:
         source, live, shape = source[window], live[window], (window.stop - window.start,)
     launch = hardware.launch(
         "place",
@@ -188,5 +197,6 @@ def place_rows(
         padding_rows=spec.alignment > 1,
         launch=launch,
         keep_header=keep_header,
+        into=into,
     )
     return tuple(r[:, : like.hidden if i == 0 else None].reshape(*shape, -1) for i, r in enumerate(rows))
