@@ -19,10 +19,6 @@ THOROUGH = (
     "backends/pallas/test_few_tokens.py::test_index_tokens[2-200-3-5-grouped-640-8]",
     "backends/pallas/test_decode_moe_mlp.py::test_counts_come_from_a_dispatch_and_its_experts_are_a_kernel",
     "backends/pallas/test_grouped_transposed.py::test_a_layer_has_the_gradients_of_ragged_dot[{'activation': 'relu2'}]",
-    "backends/pallas/test_grouped_transposed.py::test_kernels_compile[v4]",
-    "backends/pallas/test_grouped_transposed.py::test_kernels_compile[v5e]",
-    "backends/pallas/test_grouped_transposed.py::test_kernels_compile[v5p]",
-    "backends/pallas/test_grouped_transposed.py::test_kernels_compile[v6e]",
     "flax/test_tpu_decode.py::test_the_same_layer_as_with_grouped_matmuls[replicated tokens]",
     # faults planted in kernels under tools/tpu_check.py: 20 to 50 s each; the search for them stays in `make test`
     "tools/test_tpu_check.py::test_a_kernel_that_hangs_is_named_with_its_semaphore",
@@ -337,6 +333,11 @@ SLOW = (  # the rest of matrices of which CI runs every kind: layouts, meshes, a
     "flax/test_active.py::test_one_program_serves_every_subset[padded-Explicit]",
     "flax/test_active.py::test_one_program_serves_every_subset[chunks and remat-Explicit]",
     "flax/test_chunks.py::test_same_results_in_chunks[none, flights]",
+    # generations whose whole layers CI compiles (tools/test_tpu_check_programs.py); tpu7x stays in `make test`
+    "backends/pallas/test_grouped_transposed.py::test_kernels_compile[v4]",
+    "backends/pallas/test_grouped_transposed.py::test_kernels_compile[v5e]",
+    "backends/pallas/test_grouped_transposed.py::test_kernels_compile[v5p]",
+    "backends/pallas/test_grouped_transposed.py::test_kernels_compile[v6e]",
     # the rest of families of which CI runs one or two
     "native/emulator/test_kernels_emulated.py::test_scenario[members-3-3-1-0]",
     "native/emulator/test_kernels_emulated.py::test_scenario[random-2-2-64-1500]",
