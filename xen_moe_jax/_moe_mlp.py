@@ -212,7 +212,8 @@ def moe_mlp(
                 config = config_for_rows(function, values, weights, capacity, config)
                 if isinstance(config, RowsInHalves):  # with a capacity
                     axes, count = _validate.axes(axis_name, CALLER, groups=True), math.prod(values.shape[:-1])
-                    spec = Spec(*axes, num_experts, count, topk_idx.shape[-1], layout, int(capacity or 0), alignment)
+                    top_k = math.prod(topk_idx.shape[-1:])  # without dimensions the dispatch refuses it
+                    spec = Spec(*axes, num_experts, count, top_k, layout, int(capacity or 0), alignment)
                     config = config_for_waves(config, spec, wire, active, combine_wire, gradient_wire)
             routed = dispatch(x, topk_idx, topk_weights, **routing, **sending, config=config)
             tokens = None if isinstance(x, BlockScaled) else x

@@ -211,18 +211,16 @@ def _in_waves(spec: Spec, config: KernelConfig | None, active: Any, *wires: Any)
     return by_kernels and active is None and len(waves.windows(spec)) > 1
 
 
-def config_for_waves(config: KernelConfig | None, spec: Spec, wire: Any, active: Any, *wires: Any) -> Any:
+def config_for_waves(config: RowsInHalves, spec: Spec, wire: Any, active: Any, *wires: Any) -> RowsInHalves:
     """Returns the config for a dispatch and a combine: a `RowsLater` if the rows come in waves, else `config`.
 
     Args:
-      config: a result of `config_for_rows`, for experts in `experts_and_combine` that are given the tokens.
+      config: of `config_for_rows`, for experts in `experts_and_combine` that are given the tokens.
       wire: of the dispatch. wires: of the combine and of gradients.
     """
     routing = spec.num_ranks * spec.num_tokens * spec.top_k  # numbers that every rank gathers
-    later = isinstance(config, RowsInHalves) and routing <= MOST_ROUTING and _flies(spec, config)
-    if not later or not _in_waves(spec, config, active, wire, *wires):
-        return config
-    return RowsLater.of(config, row_wire=parse_wire(wire))
+    later = routing <= MOST_ROUTING and _flies(spec, config) and _in_waves(spec, config, active, wire, *wires)
+    return RowsLater.of(config, row_wire=parse_wire(wire)) if later else config
 
 
 MOST_ROUTING = 2**21

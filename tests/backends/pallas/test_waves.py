@@ -97,3 +97,15 @@ def test_waves_have_the_bits_of_whole_operations(
     for name, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
         assert np.asarray(theirs, np.float32).any()
         assert_bits(np.asarray(mine), np.asarray(theirs), str(name))
+
+
+def test_indices_without_dimensions_are_refused_by_the_dispatch(mesh4):
+    config = xm.KernelConfig(backend="pallas", mode="throughput")
+    x, weight = jnp.zeros((128, HIDDEN), jnp.bfloat16), jnp.zeros((1, HIDDEN, WIDTH), jnp.bfloat16)
+
+    def layer():
+        given = x, jnp.int32(1), jnp.float32(1), weight, weight, jnp.swapaxes(weight, 1, 2)
+        return xm.moe_mlp(*given, num_experts=4, axis_name="ep", capacity=512, config=config)
+
+    with pytest.raises(ValueError, match=r"dispatch: topk_idx has shape \(\): must be \[T, K\]"):
+        jax.eval_shape(jax.shard_map(layer, mesh=mesh4, in_specs=(), out_specs=P("ep"), check_vma=False))
