@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 
+#include "cuda_kernels/core/cuda_error.h"
 #include "ffi/devices.h"
 
 namespace xen_moe {
@@ -92,19 +93,18 @@ void PrepareCublas(int ordinal, Matmul shape, std::initializer_list<int> sms, ui
     }
     const int64_t most = std::max({shape.m * shape.k, shape.k * shape.n, shape.m * shape.n});
     const uint64_t operand_bytes = (static_cast<uint64_t>(most) * 2 + 255) / 256 * 256;
-    if (cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess) Refuse("no stream for cuBLAS");
-    if (cudaMalloc(reinterpret_cast<void**>(&memory), operand_bytes + workspace_bytes) != cudaSuccess) {
-      cudaGetLastError();
+    if (Taken(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking)) != cudaSuccess) Refuse("no stream for cuBLAS");
+    if (Taken(cudaMalloc(reinterpret_cast<void**>(&memory), operand_bytes + workspace_bytes)) != cudaSuccess) {
       Refuse("no memory to prepare a matmul: " + std::to_string(operand_bytes + workspace_bytes) + " bytes");
     }
     shape.rows = shape.weights = shape.out = memory;  // the values do not matter
     for (const int count : sms) QueueMatmul(ordinal, stream, shape, count, memory + operand_bytes, workspace_bytes);
-    if (cudaStreamSynchronize(stream) != cudaSuccess) Refuse("a first matmul of cuBLAS failed");
+    if (Taken(cudaStreamSynchronize(stream)) != cudaSuccess) Refuse("a first matmul of cuBLAS failed");
   } catch (const MemoryError& e) {
     why = e.message;
   }
-  if (memory) cudaFree(memory);
-  if (stream) cudaStreamDestroy(stream);
+  if (memory) Taken(cudaFree(memory));
+  if (stream) Taken(cudaStreamDestroy(stream));
   CudaDevices().Select(before);
   if (!why.empty()) throw MemoryError{false, why};
 }

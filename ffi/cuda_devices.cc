@@ -12,6 +12,7 @@
 #include <set>
 #include <thread>
 
+#include "cuda_kernels/core/cuda_error.h"
 #include "cuda_kernels/core/params.h"
 #include "cuda_kernels/experts/quantized_rows.h"
 #include "cuda_kernels/kernels.h"
@@ -25,18 +26,17 @@ constexpr double kCopySeconds = 30.0;  // a GPU that takes longer for a copy of 
 std::string Mib(uint64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; }
 
 void Check(cudaError_t e, const std::string& what) {
-  if (e == cudaSuccess) return;
-  cudaGetLastError();
+  if (Taken(e) == cudaSuccess) return;
   Refuse(what + ": " + cudaGetErrorString(e));
 }
 
 struct DeviceGuard {
   int saved = 0;
   explicit DeviceGuard(int ordinal) {
-    cudaGetDevice(&saved);
+    Taken(cudaGetDevice(&saved));
     Check(cudaSetDevice(ordinal), "cudaSetDevice(" + std::to_string(ordinal) + ")");
   }
-  ~DeviceGuard() { cudaSetDevice(saved); }
+  ~DeviceGuard() { Taken(cudaSetDevice(saved)); }
 };
 
 // The driver's functions, found at run time, because the module must load on machines without a driver.
@@ -338,7 +338,7 @@ class Cuda final : public Devices {
     DeviceGuard guard(ordinal);
     Check(enqueue(stream), "copying to or from GPU " + std::to_string(ordinal));
     const auto began = std::chrono::steady_clock::now();
-    for (cudaError_t e = cudaStreamQuery(stream); e != cudaSuccess; e = cudaStreamQuery(stream)) {
+    while (const cudaError_t e = Taken(cudaStreamQuery(stream))) {
       if (e != cudaErrorNotReady) Check(e, "copying to or from GPU " + std::to_string(ordinal));
       if (std::chrono::steady_clock::now() - began > std::chrono::duration<double>(kCopySeconds)) {
         Refuse("GPU " + std::to_string(ordinal) + " did not finish a small copy within 30 s");

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <string>
 
+#include "cuda_kernels/core/cuda_error.h"
 #include "cuda_kernels/experts/quantized_rows.h"
 #include "ffi/handlers.h"
 #include "ffi/operation.h"
@@ -91,7 +92,7 @@ ffi::Error QuantizedRows(cudaStream_t stream, int64_t block_rows, int64_t block_
   for (const Expected& e : expected) {
     if (ffi::Error error = CheckBuffer(e.name, e.given, e.dims, e.dtype, e.shape); !error.success()) return error;
   }
-  if (int e = LaunchQuantizedRows(p, stream)) {
+  if (int e = Taken(static_cast<cudaError_t>(LaunchQuantizedRows(p, stream)))) {
     return ffi::Error::Internal(std::string("xen_moe_jax: quantized rows: ") +
                                 cudaGetErrorString(static_cast<cudaError_t>(e)));
   }

@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 
+#include "cuda_kernels/core/cuda_error.h"
 #include "ffi/devices.h"
 
 namespace xen_moe {
@@ -35,8 +36,7 @@ Ipc& State() {
 thread_local std::string why;
 
 bool Failed(cudaError_t e, const char* what) {
-  if (e == cudaSuccess) return false;
-  cudaGetLastError();
+  if (Taken(e) == cudaSuccess) return false;
   why = std::string(what) + ": " + cudaGetErrorString(e);
   return true;
 }
@@ -44,10 +44,10 @@ bool Failed(cudaError_t e, const char* what) {
 struct OnGpu {
   int saved = 0;
   explicit OnGpu(int ordinal) {
-    cudaGetDevice(&saved);
-    cudaSetDevice(ordinal);
+    Taken(cudaGetDevice(&saved));
+    Taken(cudaSetDevice(ordinal));
   }
-  ~OnGpu() { cudaSetDevice(saved); }
+  ~OnGpu() { Taken(cudaSetDevice(saved)); }
 };
 
 void* Allocate(uint64_t bytes) {

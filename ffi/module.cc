@@ -10,6 +10,7 @@
 #include <string_view>
 #include <type_traits>
 
+#include "cuda_kernels/core/cuda_error.h"
 #include "cuda_kernels/low_latency/ll128_plan.h"
 #include "ffi/cublas.h"
 #include "ffi/handlers.h"
@@ -127,7 +128,7 @@ NB_MODULE(_cuda, m) {
   m.attr("layouts") = Names(kLayoutNames);
   m.def("device_count", [] {
     int n = 0;
-    return cudaGetDeviceCount(&n) == cudaSuccess ? n : 0;
+    return Taken(cudaGetDeviceCount(&n)) == cudaSuccess ? n : 0;
   });
   m.def("types", [] {
     nb::dict d;

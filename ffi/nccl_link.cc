@@ -6,6 +6,7 @@
 #include <string>
 #include <thread>
 
+#include "cuda_kernels/core/cuda_error.h"
 #include "ffi/nccl_memory.h"
 
 namespace xen_moe {
@@ -17,15 +18,14 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 void Check(int e, const std::string& what) {
-  if (e == cudaSuccess) return;
-  cudaGetLastError();
-  Refuse(what + ": " + cudaGetErrorString(static_cast<cudaError_t>(e)));
+  const cudaError_t error = Taken(static_cast<cudaError_t>(e));
+  if (error != cudaSuccess) Refuse(what + ": " + cudaGetErrorString(error));
 }
 
 struct OnGpu {
   int before;
   explicit OnGpu(int ordinal) : before(CudaDevices().Select(ordinal)) {}
-  ~OnGpu() { cudaSetDevice(before); }
+  ~OnGpu() { Taken(cudaSetDevice(before)); }
 };
 
 void Prepare(int ordinal, int ranks) {
@@ -38,7 +38,7 @@ void Prepare(int ordinal, int ranks) {
 bool Ended(cudaStream_t stream, double seconds) {
   const auto until = Clock::now() + std::chrono::duration<double>(seconds + 5.0);
   while (true) {
-    const cudaError_t e = cudaStreamQuery(stream);
+    const cudaError_t e = Taken(cudaStreamQuery(stream));
     if (e != cudaErrorNotReady) {
       Check(e, "waiting for the network after a failure");
       return true;
@@ -64,7 +64,7 @@ void Settle(int ordinal, const std::string& made, RailMemory* rail, int rank, in
   const bool ended = rc == cudaSuccess && Ended(stream, seconds);
   const int waited = ended ? *reinterpret_cast<volatile int*>(late.host) : 0;
   if (ended || rc != cudaSuccess) {
-    cudaStreamDestroy(stream);
+    Taken(cudaStreamDestroy(stream));
     CudaDevices().FreePinned(late);
   }
   Check(rc, "waiting for the network after a failure");

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "cuda_kernels/core/cuda_error.h"
+
 namespace xen_moe {
 
 ffi::TypeId DispatchPlan::id = {};
@@ -173,7 +175,7 @@ std::string Shape(ffi::Span<const int64_t> dims) {
 
 bool Capturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  return cudaStreamIsCapturing(stream, &status) != cudaSuccess || status != cudaStreamCaptureStatusNone;
+  return Taken(cudaStreamIsCapturing(stream, &status)) != cudaSuccess || status != cudaStreamCaptureStatusNone;
 }
 
 }  // namespace

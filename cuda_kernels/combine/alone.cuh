@@ -68,8 +68,7 @@ int LaunchAloneCombine(const CombineParams& p, cudaStream_t stream) {
   const int64_t items = static_cast<int64_t>(p.routing.tokens) * (p.routing.hidden / kOctet);
   const int64_t wanted = (items + kAloneThreads - 1) / kAloneThreads;
   const int blocks = static_cast<int>(wanted < p.schedule.blocks ? wanted : p.schedule.blocks);
-  AloneCombineKernel<Y><<<blocks, kAloneThreads, 0, stream>>>(p);
-  return cudaGetLastError();
+  return Launch(AloneCombineKernel<Y>, blocks, kAloneThreads, 0, stream, p);
 }
 
 }  // namespace xen_moe::XEN_MOE_VARIANT

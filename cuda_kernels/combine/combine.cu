@@ -47,8 +47,7 @@ int LaunchByHome(const CombineParams& p, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   } else {
     if (Unfit(p) || p.routing.ranks > kRanks) return cudaErrorInvalidValue;
-    HomeCombineKernel<Y><<<p.schedule.blocks, kThreads, RingBytes<Y, false>(), stream>>>(p);
-    return cudaGetLastError();
+    return Launch(HomeCombineKernel<Y>, p.schedule.blocks, kThreads, RingBytes<Y, false>(), stream, p);
   }
 }
 

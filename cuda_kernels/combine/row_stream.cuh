@@ -5,6 +5,7 @@
 // its own copies is the only synchronization.
 #pragma once
 
+#include "cuda_kernels/core/cuda_error.h"
 #include "cuda_kernels/core/octet.cuh"
 
 namespace xen_moe {
@@ -19,8 +20,8 @@ constexpr int kRingStages = 4;
 
 inline int RingStages() {
   int device = 0, bytes = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  Taken(cudaGetDevice(&device));
+  Taken(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
   return bytes >= 220 * 1024 ? 6 : 4;
 }
 

@@ -16,7 +16,9 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
+#include <type_traits>
 
+#include "cuda_kernels/core/cuda_error.h"
 #include "cuda_kernels/core/rank_mask.cuh"
 
 namespace xen_moe::XEN_MOE_VARIANT {
@@ -27,9 +29,9 @@ namespace xen_moe::XEN_MOE_VARIANT {
 template <class... Parameters>
 int LoadKernel(void (*kernel)(Parameters...), int shared_bytes = 0) {
   cudaFuncAttributes attributes;
-  if (int e = cudaFuncGetAttributes(&attributes, kernel)) return e;
+  if (int e = Taken(cudaFuncGetAttributes(&attributes, kernel))) return e;
   if (shared_bytes == 0) return cudaSuccess;
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  return Taken(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
 }
 
 // Compute capabilities before 9.0 have no early launch: there each kernel waits for the one before it anyway.
@@ -47,27 +49,40 @@ bool AwaitsKernelBefore(void (*kernel)(P...)) {
   // 0: not asked yet. One entry serves all kernels that are compiled alike
   static std::atomic<signed char> known[kDevices];
   int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return false;
+  if (Taken(cudaGetDevice(&device)) != cudaSuccess || device >= kDevices) return false;
   signed char waits = known[device].load(std::memory_order_relaxed);
   if (waits == 0) {
     cudaFuncAttributes attributes;
-    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) return false;
+    if (Taken(cudaFuncGetAttributes(&attributes, kernel)) != cudaSuccess) return false;
     waits = attributes.ptxVersion >= 90 ? 1 : -1;
     known[device].store(waits, std::memory_order_relaxed);
   }
   return waits > 0;
 }
 
-// Returns a cudaError_t. `kernel` must call AwaitKernelBefore first.
+// Returns a cudaError_t. `early`: the kernel may get its thread blocks while the kernel before it is still ending.
 template <class... P>
-int LaunchEarly(void (*kernel)(P...), int blocks, uint32_t shared_bytes, cudaStream_t stream, const P&... parameters) {
+int Enqueue(bool early, void (*kernel)(P...), int blocks, int threads, uint32_t shared_bytes, cudaStream_t stream,
+            const std::common_type_t<P>&... parameters) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks), config.blockDim = dim3(kThreads), config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream, config.attrs = &attribute, config.numAttrs = AwaitsKernelBefore(kernel) ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, parameters...);
+  config.gridDim = dim3(blocks), config.blockDim = dim3(threads), config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream, config.attrs = &attribute, config.numAttrs = early ? 1 : 0;
+  return Taken(cudaLaunchKernelEx(&config, kernel, parameters...));
+}
+// Returns the cudaError_t of this launch. cudaGetLastError, all that tells of a launch by the triple brackets, would
+// return an error that an earlier call has left.
+template <class... P>
+int Launch(void (*kernel)(P...), int blocks, int threads, uint32_t shared_bytes, cudaStream_t stream,
+           const std::common_type_t<P>&... parameters) {
+  return Enqueue(false, kernel, blocks, threads, shared_bytes, stream, parameters...);
+}
+// Returns a cudaError_t. `kernel` must call AwaitKernelBefore first.
+template <class... P>
+int LaunchEarly(void (*kernel)(P...), int blocks, uint32_t shared_bytes, cudaStream_t stream, const P&... parameters) {
+  return Enqueue(AwaitsKernelBefore(kernel), kernel, blocks, kThreads, shared_bytes, stream, parameters...);
 }
 
 }  // namespace xen_moe::XEN_MOE_VARIANT

@@ -66,6 +66,7 @@ struct Staging {
     int ring_tokens;
   };
   int row_rounds;  // rounds of a row (ll128.cuh)
+  bool by_rank;    // chunks between nodes are kept by rank, for ranks may be inactive (node/rail_plan.h)
   union {
     uint64_t row_lines;     // the first of [R][T][row_rounds] rounds, behind the messages of R ranks
     uint64_t credit_flags;  // [R][rounds]: rank r has taken that round out of its rings

@@ -27,7 +27,8 @@ Descriptor DescribeRouting(Operation operation, const Routing& r, const Schedule
   d.dtype = dtype;
   d.wire = static_cast<uint32_t>(wire);
   d.layout = static_cast<uint32_t>(r.layout);
-  d.flags = flags;
+  d.flags = flags | (m.by_rank ? kDescribedByRank : 0) |
+            (operation == Operation::kDispatch && SendersNumber(r, s) ? kDescribedNumbered : 0);
   d.ranks = static_cast<uint32_t>(r.ranks);
   d.ranks_per_node = static_cast<uint32_t>(r.ranks_per_node);
   d.routed.tokens = static_cast<uint32_t>(r.tokens);

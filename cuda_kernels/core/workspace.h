@@ -189,7 +189,8 @@ struct Descriptor {
 static_assert(sizeof(RoutedShapes) == sizeof(ExchangeShapes), "every word of a descriptor is initialized and compared");
 static_assert(sizeof(Descriptor) == 64, "published as sixteen words");
 constexpr uint32_t kDescribedUe8m0 = 1, kDescribedScaled = 2, kDescribedWeighted = 4, kDescribedRagged = 8,
-                   kDescribedLowLatency = 16, kDescribedByHome = 32, kDescribedMove = 64, kDescribedGather = 128;
+                   kDescribedLowLatency = 16, kDescribedByHome = 32, kDescribedMove = 64, kDescribedGather = 128,
+                   kDescribedNumbered = 256, kDescribedByRank = 512;
 // From this bit on: the inactive ranks, one bit each in groups of up to kSmallGroup ranks, else a hash. The host leaves
 // it 0.
 constexpr int kDescribedInactiveShift = 16;

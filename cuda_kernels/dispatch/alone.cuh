@@ -90,8 +90,7 @@ static __global__ void __launch_bounds__(kThreads) AloneDispatchKernel(const __g
 
 inline int LaunchAloneDispatch(const DispatchParams& p, cudaStream_t stream) {
   if (Unfit(p)) return cudaErrorInvalidValue;
-  AloneDispatchKernel<<<AloneBlocks(p.routing), kThreads, AloneSharedBytes(p.routing), stream>>>(p);
-  return cudaGetLastError();
+  return Launch(AloneDispatchKernel, AloneBlocks(p.routing), kThreads, AloneSharedBytes(p.routing), stream, p);
 }
 
 }  // namespace xen_moe::XEN_MOE_VARIANT

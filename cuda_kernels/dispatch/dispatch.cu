@@ -14,9 +14,9 @@ constexpr int kBulkDispatchBytes = kLayoutSharedBytes + kBulkSharedBytes;
 // Returns whether the current device has bulk copies, and the shared memory for them.
 bool HasBulkCopies() {
   int device = 0, major = 0, shared = 0;
-  return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess &&
+  return Taken(cudaGetDevice(&device)) == cudaSuccess &&
+         Taken(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) == cudaSuccess &&
+         Taken(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) == cudaSuccess &&
          major >= 9 && shared >= kBulkDispatchBytes + 16 * 1024;  // the rest is for the block's static arrays
 }
 

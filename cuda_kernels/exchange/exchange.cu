@@ -166,8 +166,7 @@ __global__ void __launch_bounds__(Half::kBlockThreads, 1) ExchangeKernel(const _
 
 int LaunchRingExchange(const ExchangeParams& p, cudaStream_t stream) {
   if (Unfit(p) || p.ranks > kRanks) return cudaErrorInvalidValue;
-  ExchangeKernel<<<ExchangeBlocks(p), Half::kBlockThreads, 0, stream>>>(p);
-  return cudaGetLastError();
+  return Launch(ExchangeKernel, ExchangeBlocks(p), Half::kBlockThreads, 0, stream, p);
 }
 int PreloadRingExchange() { return LoadKernel(ExchangeKernel); }
 

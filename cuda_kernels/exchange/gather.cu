@@ -50,13 +50,11 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 int LaunchPoison(const Mailbox* mailbox, char* out, uint64_t bytes, uint8_t poison, cudaStream_t stream) {
-  PoisonKernel<<<64, kThreads, 0, stream>>>(mailbox, out, bytes, poison);
-  return cudaGetLastError();
+  return Launch(PoisonKernel, 64, kThreads, 0, stream, mailbox, out, bytes, poison);
 }
 int LaunchRingGather(const ExchangeParams& p, cudaStream_t stream) {
   if (Unfit(p) || p.ranks > kRanks) return cudaErrorInvalidValue;
-  GatherKernel<<<ExchangeBlocks(p), Warp::kBlockThreads, 0, stream>>>(p);
-  return cudaGetLastError();
+  return Launch(GatherKernel, ExchangeBlocks(p), Warp::kBlockThreads, 0, stream, p);
 }
 int PreloadRingGather() {
   if (int e = LoadKernel(PoisonKernel)) return e;

@@ -471,8 +471,7 @@ int LaunchNodeCombine(const CombineParams& p, const RailParams& rails, const Lin
     return cudaErrorInvalidValue;
   }
   const int rings = kWarps * RingStages() * RowStream<Y, StepsOf<Y>(true)>::kChunkBytes;
-  NodeCombineKernel<Y, kWire, Link><<<p.schedule.blocks, kThreads, rings, stream>>>(p, rails, link);
-  return cudaGetLastError();
+  return Launch(NodeCombineKernel<Y, kWire, Link>, p.schedule.blocks, kThreads, rings, stream, p, rails, link);
 }
 template <class Y, WireType kWire, class Link>
 int PreloadNodeCombine() {

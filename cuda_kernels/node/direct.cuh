@@ -236,24 +236,20 @@ __global__ void __launch_bounds__(32, 1)
   if (!run.refused) Direct<Link>(rails, link, run, 0, nullptr).AwaitAll(far);
 }
 
-// Launches an operation of few tokens, whole or in parts. `launch(rails, blocks)` launches its kernel. `senders`:
-// blocks of a part that only sends; `receivers`: of a part that only receives. Returns a cudaError_t.
-template <class Link, class Launch>
+// Launches an operation of few tokens, whole or in parts. `launch(rails, blocks)` launches its kernel and returns a
+// cudaError_t, as this function does. `senders`: blocks of a part that only sends; `receivers`: of a part that only
+// receives.
+template <class Link, class OnePart>
 int LaunchDirect(const Call& call, const Routing& r, Operation operation, const RailParams& rails, const Link& link,
-                 int blocks, int senders, int receivers, cudaStream_t stream, Launch launch) {
+                 int blocks, int senders, int receivers, cudaStream_t stream, OnePart launch) {
   RailParams part = rails;
   part.part = Part::kWhole;
-  if (!rails.in_flight) {
-    launch(part, blocks);
-    return cudaGetLastError();
-  }
+  if (!rails.in_flight) return launch(part, blocks);
   part.part = Part::kSend;
-  launch(part, senders < blocks ? senders : blocks);
+  if (int e = launch(part, senders < blocks ? senders : blocks)) return e;
   part.part = Part::kReceive;
-  const auto await = AwaitChunksKernel<Link>;
-  await<<<1, 32, 0, stream>>>(call, r, operation, part, link);
-  launch(part, receivers);
-  return cudaGetLastError();
+  if (int e = Launch(AwaitChunksKernel<Link>, 1, 32, 0, stream, call, r, operation, part, link)) return e;
+  return launch(part, receivers);
 }
 template <class Link>
 int PreloadDirect() {

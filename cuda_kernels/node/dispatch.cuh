@@ -320,8 +320,8 @@ int LaunchNodeDispatch(const DispatchParams& p, const RailParams& rails, const L
       p.routing.ranks > kRanks) {
     return cudaErrorInvalidValue;
   }
-  NodeDispatchKernel<Codec, Link><<<p.schedule.blocks, kThreads, kLayoutSharedBytes, stream>>>(p, rails, link);
-  return cudaGetLastError();
+  const auto kernel = NodeDispatchKernel<Codec, Link>;
+  return Launch(kernel, p.schedule.blocks, kThreads, kLayoutSharedBytes, stream, p, rails, link);
 }
 template <class Codec, class Link>
 int PreloadNodeDispatch() {

@@ -252,7 +252,7 @@ int LaunchNodeLowLatencyCombineOf(const CombineParams& p, const RailParams& rail
   const auto kernel = p.routing.tokens <= kFewTokens ? few : NodeLowLatencyCombineKernel<Y, kSumRounds, 3, Link>;
   return LaunchDirect(p.call, p.routing, Operation::kCombine, rails, link, p.schedule.blocks, schedule.push,
                       schedule.receivers, stream, [&](const RailParams& part, int blocks) {
-                        kernel<<<blocks, kThreads, SeenBytes(rails.plan), stream>>>(p, schedule, part, link);
+                        return Launch(kernel, blocks, kThreads, SeenBytes(rails.plan), stream, p, schedule, part, link);
                       });
 }
 // Returns a cudaError_t.

@@ -289,11 +289,11 @@ int LaunchNodeLowLatencyDispatch(const DispatchParams& p, const RailParams& rail
   near.clean_topk_idx = nullptr;
   const uint32_t shared = PlanShared(p.routing).bytes + SeenBytes(rails.plan);
   const auto kernel = NodeLowLatencyDispatchKernel<Link>;
-  return LaunchDirect(p.call, p.routing, Operation::kDispatch, rails, link, p.schedule.blocks,
-                      schedule.routing + schedule.push, schedule.receivers, stream,
-                      [&](const RailParams& part, int blocks) {
-                        kernel<<<blocks, kThreads, shared, stream>>>(near, schedule, part, link, p.clean_topk_idx);
-                      });
+  return LaunchDirect(
+      p.call, p.routing, Operation::kDispatch, rails, link, p.schedule.blocks, schedule.routing + schedule.push,
+      schedule.receivers, stream, [&](const RailParams& part, int blocks) {
+        return Launch(kernel, blocks, kThreads, shared, stream, near, schedule, part, link, p.clean_topk_idx);
+      });
 }
 template <class Link>
 int PreloadNodeLowLatencyDispatch() {

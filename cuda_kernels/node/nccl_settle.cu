@@ -56,8 +56,7 @@ int LaunchSettle(const NcclSite& site, const RailPlan& plan, const uint64_t* gon
   Gone out;
   for (int i = 0; i < kWords; ++i) out.word[i] = gone[i];
   const uint32_t signals = NcclRequirements(ranks, plan.nodes).ginSignalCount - NcclLink::kSettleSignals;
-  SettleKernel<<<1, 256, 0, stream>>>(NcclLink::Of(site), plan, signals, out, time, limit_ns, late);
-  return cudaGetLastError();
+  return Launch(SettleKernel, 1, 256, 0, stream, NcclLink::Of(site), plan, signals, out, time, limit_ns, late);
 }
 int PreloadSettle() { return LoadKernel(SettleKernel); }
 

@@ -103,7 +103,7 @@ inline RailPlan PlanRail(const Routing& r, Operation operation, int chunk_tokens
   plan.routing_flags = up(staging->row_flags + static_cast<uint64_t>(r.ranks) * r.tokens * s.parts * 4, 128);
   staging->flag_bytes = FlagAndLineBytes(plan.routing_flags + flags, 0);
   plan.masks = staging->data_bytes;
-  plan.masked = masked;
+  plan.masked = staging->by_rank = masked;
   const uint64_t places = masked ? r.ranks : plan.nodes, all = places * plan.chunks * plan.chunk_bytes;
   if (operation != Operation::kCombine) plan.leads = (plan.chunks + kLeadChunks - 1) / kLeadChunks;
   plan.lead_bytes = sizeof(LeadHeader) + kLeadChunks * plan.chunk_tokens * plan.routing_bytes;

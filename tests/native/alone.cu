@@ -4,6 +4,7 @@
 #include <random>
 #include <string>
 
+#include "cuda_kernels/core/launch.cuh"
 #include "cuda_kernels/dispatch/numbers_plan.h"
 #include "tests/native/expectations.h"
 
@@ -70,7 +71,46 @@ std::string Numbers(const Options& o) {
   RunRandom(world, pool, o, calls, true);
   ExpectNoFailure(world);
   ExpectRight(world, "some of the calls");
+  Problem p;  // of a rank that numbers its rows, and of one that does not
+  p.ranks = o.ranks, p.tokens = 8, p.top_k = 2, p.hidden = 8, p.experts = 2 * o.ranks, p.segment_tokens = 8;
+  p.capacity = o.ranks * p.tokens * p.top_k;
+  Problem other = p;
+  other.solo = true;
+  World mixed(o.ranks, o.gpus);
+  const auto mine = mixed.AddAll(p, 20 * o.patience), theirs = mixed.AddAll(other, 20 * o.patience);
+  mixed.Start(Largest({mine, theirs}));
+  mixed.Each([&](int rank) { (rank == 0 ? theirs : mine)[rank]->LaunchAndVerify(mixed.states[rank].stream[0], true); });
+  mixed.Synchronize();
+  ExpectRight(mixed, "results that are not poisoned");
+  ExpectFailure(mixed, Cause::kMismatch);
   return Text("%zu problems, %lld calls", pool.size(), static_cast<long long>(calls));
+}
+
+__global__ void NoKernel() {}
+
+// A launch returns its own error: not one that an earlier call of the thread has left, and it leaves none behind.
+std::string Errors(const Options& o) {
+  using xen_moe::XEN_MOE_VARIANT::LaunchEarly;
+  using xen_moe::XEN_MOE_VARIANT::LoadKernel;
+  World world(o.ranks, o.gpus);
+  const auto pool = Pool(world, o, 24, 5);
+  world.Start(Largest(pool));
+  world.Each([&](int rank) {
+    cudaStream_t stream = world.states[rank].stream[0];
+    for (const auto& ranks : pool) {
+      const cudaError_t left = cudaSetDevice(1 << 20);
+      ranks[rank]->Launch(stream);
+      Expect(left != cudaSuccess && cudaGetLastError() == left, "a launch took the error of another call");
+      ranks[rank]->Verify(stream, false);
+    }
+    Expect(LoadKernel(NoKernel, 1 << 30) != cudaSuccess, "a GPU has a GiB of shared memory");
+    Expect(cudaGetLastError() == cudaSuccess, "LoadKernel left an error");
+    Expect(LaunchEarly(NoKernel, 1, 1 << 30, stream) != cudaSuccess, "a block got a GiB of shared memory");
+    Expect(cudaGetLastError() == cudaSuccess, "LaunchEarly left an error");
+  });
+  world.Synchronize();
+  ExpectSuccess(world, "launches after errors");
+  return Text("%zu problems", pool.size());
 }
 
 }  // namespace native

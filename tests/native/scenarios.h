@@ -25,6 +25,8 @@ const std::vector<Scenario>& Scenarios();
 // Blocks that count all slots: alone.cu.
 std::string Alone(const Options& options);
 std::string Numbers(const Options& options);
+// What launches return: alone.cu.
+std::string Errors(const Options& options);
 // Combines by home and moved weights: balance.cu.
 std::string Balance(const Options& options);
 // Inactive ranks: members.cu.

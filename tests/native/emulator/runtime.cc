@@ -20,6 +20,7 @@
 #include <random>
 #include <set>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "cuda_runtime.h"
@@ -97,7 +98,9 @@ struct Block {
 };
 
 thread_local Block* block = nullptr;
-alignas(256) thread_local char shared_window[232448 + 512];  // dynamic shared memory, and where addresses count from
+constexpr int kMostShared = 232448;
+alignas(
+    256) thread_local char shared_window[kMostShared + 512];  // dynamic shared memory, and where addresses count from
 
 std::mutex stacks_mutex;
 std::vector<char*> stacks;  // of ended threads
@@ -528,15 +531,19 @@ std::map<std::pair<int, const void*>, size_t> granted;
 
 }  // namespace
 
+thread_local cudaError_t last_error = cudaSuccess;
+cudaError_t Refused(cudaError_t e) { return last_error = e; }
+
 cudaError_t Grant(const void* kernel, int shared_bytes) {
-  if (shared_bytes > static_cast<int>(sizeof(shared_window)) - 512) return cudaErrorInvalidValue;
+  if (shared_bytes > kMostShared) return Refused(cudaErrorInvalidValue);
   std::lock_guard<std::mutex> lock(granted_mutex);
   granted[{current_gpu, kernel}] = static_cast<size_t>(shared_bytes);
   return cudaSuccess;
 }
 
-void Launch(dim3 grid, dim3 threads, size_t shared_bytes, cudaStream_t stream, const void* kernel,
-            std::function<void()> body) {
+cudaError_t Launch(dim3 grid, dim3 threads, size_t shared_bytes, cudaStream_t stream, const void* kernel,
+                   std::function<void()> body) {
+  if (static_cast<int>(shared_bytes) > kMostShared) return Refused(cudaErrorInvalidValue);
   {
     std::lock_guard<std::mutex> lock(granted_mutex);
     if (granted[{current_gpu, kernel}] < shared_bytes) {
@@ -546,25 +553,25 @@ void Launch(dim3 grid, dim3 threads, size_t shared_bytes, cudaStream_t stream, c
   if (grid.y * grid.z * threads.y * threads.z != 1) Broken("grids and blocks have one dimension");
   Stream* const to = Of(stream);
   to->Put([=] { RunKernel(to->gpu, Kernel{grid, threads, body}); });
+  return cudaSuccess;
 }
 
 }  // namespace emulator
 
 using namespace emulator;
 
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 cudaError_t cudaGetDeviceCount(int* count) { return *count = kGpus, cudaSuccess; }
 cudaError_t cudaSetDevice(int device) {
-  if (device < 0 || device >= kGpus) return cudaErrorInvalidValue;
+  if (device < 0 || device >= kGpus) return Refused(cudaErrorInvalidValue);
   return current_gpu = device, cudaSuccess;
 }
 cudaError_t cudaGetDevice(int* device) { return *device = current_gpu, cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  *value =
-      attribute == cudaDevAttrMultiProcessorCount ? Multiprocessors() : static_cast<int>(sizeof(shared_window)) - 512;
+  *value = attribute == cudaDevAttrMultiProcessorCount ? Multiprocessors() : kMostShared;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
-cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t error) {
   thread_local char text[32];
   std::snprintf(text, sizeof(text), "error %d", static_cast<int>(error));
@@ -614,8 +621,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   Stream* const made = new Stream(current_gpu);
   std::lock_guard<std::mutex> lock(streams_mutex);
   streams.insert(made);
-  *stream = reinterpret_cast<cudaStream_t>(made);
-  return cudaSuccess;
+  return *stream = reinterpret_cast<cudaStream_t>(made), cudaSuccess;
 }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   Stream* const s = Of(stream);
@@ -624,19 +630,18 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     std::lock_guard<std::mutex> lock(streams_mutex);
     streams.erase(s);
   }
-  delete s;
-  return cudaSuccess;
+  return delete s, cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return Of(stream)->Wait(), cudaSuccess; }
-cudaError_t cudaStreamQuery(cudaStream_t stream) { return Of(stream)->Idle() ? cudaSuccess : cudaErrorNotReady; }
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  return Of(stream)->Idle() ? cudaSuccess : Refused(cudaErrorNotReady);
+}
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
-  *status = Of(stream)->captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-  return cudaSuccess;
+  return *status = Of(stream)->captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone, cudaSuccess;
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-  *event = reinterpret_cast<cudaEvent_t>(new Event);
-  return cudaSuccess;
+  return *event = reinterpret_cast<cudaEvent_t>(new Event), cudaSuccess;
 }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) {
@@ -646,7 +651,7 @@ cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t begin, cudaEvent_t end) 
 cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete reinterpret_cast<Event*>(event), cudaSuccess; }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   Stream* const s = Of(stream);
-  if (s->captured) return cudaErrorStreamCaptureUnsupported;  // a graph here is one chain
+  if (s->captured) return Refused(cudaErrorStreamCaptureUnsupported);  // a graph here is one chain
   Event* const e = reinterpret_cast<Event*>(event);
   std::unique_lock<std::mutex> lock(e->mutex);
   const uint64_t number = ++e->recorded;
@@ -671,23 +676,20 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 }
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
-  Of(stream)->captured = new std::vector<Task>;
-  return cudaSuccess;
+  return Of(stream)->captured = new std::vector<Task>, cudaSuccess;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   Stream* const s = Of(stream);
-  if (!s->captured) return cudaErrorInvalidValue;
+  if (!s->captured) return Refused(cudaErrorInvalidValue);
   *graph = reinterpret_cast<cudaGraph_t>(new Graph{std::move(*s->captured)});
-  delete s->captured;
-  s->captured = nullptr;
+  delete std::exchange(s->captured, nullptr);
   return cudaSuccess;
 }
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {
   return *count = reinterpret_cast<Graph*>(graph)->tasks.size(), cudaSuccess;
 }
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
-  *exec = reinterpret_cast<cudaGraphExec_t>(new Graph(*reinterpret_cast<Graph*>(graph)));
-  return cudaSuccess;
+  return *exec = reinterpret_cast<cudaGraphExec_t>(new Graph(*reinterpret_cast<Graph*>(graph))), cudaSuccess;
 }
 cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {

@@ -23,6 +23,7 @@ def harness() -> pathlib.Path:
 # before it has ended: no block may wait for a block that has not started.
 CASES = [
     ("normal", 4, 4, 64, 0),
+    ("errors", 2, 2, 64, 0),
     ("normal", 3, 3, 1, 0),
     ("wrap", 2, 2, 64, 0),
     ("late", 2, 2, 64, 0),

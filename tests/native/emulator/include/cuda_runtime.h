@@ -40,8 +40,8 @@ int Count(int predicate);
 int Vote(int predicate, bool all);
 // Gives `value` to the lanes of `mask`, and returns the values of all lanes: [32].
 const uint64_t* Exchange(unsigned mask, uint64_t value);
-void Launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, const void* kernel,
-            std::function<void()> body);
+cudaError_t Launch(dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream, const void* kernel,
+                   std::function<void()> body);
 // A call of the kernel, with the arguments as they are now: the kernel runs later, when the caller may have gone on.
 template <class... P, class... A>
 std::function<void()> Bound(void (*kernel)(P...), A&&... a) {
@@ -145,9 +145,8 @@ struct cudaLaunchConfig_t {
 };
 template <class... P>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...), const P&... p) {
-  emulator::Launch(config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream, emulator::Key(kernel),
-                   emulator::Bound(kernel, p...));
-  return cudaSuccess;
+  return emulator::Launch(config->gridDim, config->blockDim, config->dynamicSmemBytes, config->stream,
+                          emulator::Key(kernel), emulator::Bound(kernel, p...));
 }
 
 template <class A, class B>
