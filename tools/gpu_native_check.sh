@@ -15,6 +15,7 @@ left() { echo $((LIMIT - SECONDS)); }
 
 capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
 gpus=$(nvidia-smi --list-gpus | wc -l)
+if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then gpus=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .); fi
 [ "$gpus" -gt 4 ] && gpus=4
 if [ "$capability" = 90 ]; then target=-gencode=arch=compute_90a,code=sm_90a; else target=-arch=sm_$capability; fi
 echo "$gpus GPUs of compute capability $capability; $($NVCC --version | grep release)"
