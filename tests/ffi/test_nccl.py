@@ -10,42 +10,33 @@ import contextlib
 import json
 import pathlib
 import signal
-import subprocess
 import sys
 import time
 import types
 
 import pytest
 
-from tests.support import HANG_S, fake_nccl, memory_module, processes
-from tools.children import bound
+from tests.support import HANG_S, fake_nccl, forked, memory_module, processes
 from xen_moe_jax import doctor
 from xen_moe_jax.backends.base import BackendUnavailable
 from xen_moe_jax.backends.cuda import nccl, nvshmem
 from xen_moe_jax.backends.cuda import processes as start
 
+WORKER = "tests.support.nccl_memory_worker"
 COUNT = 3
 SMALL_STAGING, LARGE_STAGING = 2 * (1024 + 8192), 2 * (4096 + 65536)
 
 
 @contextlib.contextmanager
-def job(scenario: str, folder: pathlib.Path, count: int = COUNT):
-    """`count` processes that run a scenario."""
+def job(scenario: str, folder: pathlib.Path, count: int = COUNT, anew: bool = False):
+    """`count` processes that run a scenario: forks, or programs that begin anew where how they end counts."""
     memory_module.load()
     store = folder / "store"
     store.mkdir()
     home = str(fake_nccl.home(folder / "home"))
     environment = processes.environment(JAX_PLATFORMS="cpu", XEN_MOE_MEMORY="nccl", NCCL_HOME=home)
-    running = [
-        subprocess.Popen(
-            bound([sys.executable, "-m", "tests.support.nccl_memory_worker", scenario, str(store), str(p), str(count)]),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for p in range(count)
-    ]
+    start = forked.anew if anew else forked.Program
+    running = [start(WORKER, [scenario, str(store), str(p), str(count)], environment) for p in range(count)]
     try:
         yield running
     finally:
@@ -54,7 +45,7 @@ def job(scenario: str, folder: pathlib.Path, count: int = COUNT):
             process.wait()
 
 
-def results(running: list[subprocess.Popen], *who: int) -> list[dict]:
+def results(running: list[forked.Program], *who: int) -> list[dict]:
     out = []
     for p in who or range(len(running)):
         text, errors = running[p].communicate(timeout=HANG_S)
@@ -333,7 +324,7 @@ def test_a_process_that_is_stuck_inside_nccl_ends_growth_and_leaves_what_there_i
 
 
 def test_a_process_that_has_given_up_ends_with_its_own_status_beside_a_thread_of_nccl(tmp_path):
-    with job("ends_inside", tmp_path) as running:
+    with job("ends_inside", tmp_path, anew=True) as running:
         for process in running:
             _, errors = process.communicate(timeout=HANG_S)
             assert process.returncode == 7 and "had not ended after 2 s" in errors, (process.returncode, errors[-2000:])

@@ -16,10 +16,9 @@ import types
 
 import pytest
 
-from tests.support import HANG_S, ROOT, memory_module
+from tests.support import HANG_S, ROOT, forked, memory_module
 from tests.support.memory_module import wait_until
 from tests.support.processes import free_port
-from tools.children import bound
 from xen_moe_jax.backends.cuda import agreement, liveness
 
 WORKER = "tests.support.cuda_memory_worker"
@@ -28,21 +27,13 @@ SMALL_STAGING, LARGE_STAGING = 2 * (1024 + 8192), 2 * (4096 + 65536)
 
 
 class Job:
-    """`COUNT` processes that run a scenario."""
+    """`COUNT` processes that run a scenario: forks, or programs that begin anew where how they begin or end counts."""
 
-    def __init__(self, scenario: str, where: str) -> None:
+    def __init__(self, scenario: str, where: str, anew: bool = False) -> None:
         memory_module.load()
         environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-        self.processes = [
-            subprocess.Popen(
-                bound([sys.executable, "-m", WORKER, scenario, where, str(p), str(COUNT)]),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=environment,
-            )
-            for p in range(COUNT)
-        ]
+        start = forked.anew if anew else forked.Program
+        self.processes = [start(WORKER, [scenario, where, str(p), str(COUNT)], environment) for p in range(COUNT)]
 
     def __enter__(self) -> Job:
         return self
@@ -65,13 +56,13 @@ class Job:
         return out
 
 
-def run(scenario: str, where: str) -> list[dict]:
-    with Job(scenario, where) as job:
+def run(scenario: str, where: str, anew: bool = False) -> list[dict]:
+    with Job(scenario, where, anew) as job:
         return job.results()
 
 
 def test_all_grow_and_get_the_same(tmp_path):
-    for result in run("grow", str(tmp_path)):
+    for result in run("grow", str(tmp_path), anew=True):
         assert result["errors"] == ["", ""]
         assert result["listed"] == [{"channel": 0, "staging_bytes": LARGE_STAGING, "generation": 2}]
 
@@ -185,7 +176,7 @@ def test_a_stopped_process_is_slow_not_dead(tmp_path):
 
 
 def test_a_process_that_ends_in_order_fails_only_operations_that_need_it(tmp_path):
-    with Job("one_leaves", str(tmp_path)) as job:
+    with Job("one_leaves", str(tmp_path), anew=True) as job:
         for result in job.results(0, 2):
             assert result["failure"] == ""
             assert result["word"] >> 56 & 0x7F == 3 and result["word"] >> 40 & 0xFF == 1
