@@ -3,7 +3,6 @@
 // A block runs on one host thread; each of its threads has a stack, and gives way when it polls memory or waits at a
 // barrier. A GPU has a given number of multiprocessors, each of which holds one block; blocks wait for a free one in
 // the order in which their kernels reached the GPU. A stream is a host thread that runs its work in order.
-#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -28,10 +27,38 @@
 thread_local uint3 threadIdx, blockIdx;
 thread_local dim3 gridDim, blockDim;
 
+#ifdef __x86_64__
+using Context = void*;  // the top of a stack: registers that a callee keeps, and where to go on
+extern "C" void EmulatorSwitch(Context* from, const Context* to);
+asm(R"(
+.text
+EmulatorSwitch:
+  push %rbp
+  push %rbx
+  push %r12
+  push %r13
+  push %r14
+  push %r15
+  mov %rsp, (%rdi)
+  mov (%rsi), %rsp
+  pop %r15
+  pop %r14
+  pop %r13
+  pop %r12
+  pop %rbx
+  pop %rbp
+  ret
+)");
+#else  // with two system calls
+using Context = ucontext_t;
+void EmulatorSwitch(Context* from, const Context* to) { swapcontext(from, to); }
+#endif
+
 namespace emulator {
 namespace {
 
 constexpr size_t kStackBytes = 256 * 1024;
+constexpr int kThreads = 1024;  // of a block, at most
 constexpr int kBarriers = 16;
 constexpr int kGpus = 256;
 
@@ -51,9 +78,12 @@ int Multiprocessors() {
 
 // -- a block ----------------------------------------------------------------------------------------------------------
 
+using Threads = uint64_t[kThreads / 64];  // of a block, a bit each
+
 struct Gate {
-  int arrived = 0, wanted = 0, count = 0, count_before = 0;
+  int arrived = 0, count = 0, count_before = 0;
   uint64_t opened = 0;
+  Threads waiting = {};
 };
 // Lanes that talk to each other, by the mask that they name.
 struct Lanes {
@@ -67,12 +97,15 @@ struct Copy {
   size_t bytes, zeros;
 };
 enum class State { kNew, kReady, kPolls, kSleeps, kWaits, kEnded };
+// Where a thread of a block runs, one after the other.
+struct Stack {
+  char* memory;
+  Context context;
+};
 struct Fiber {
   State state = State::kNew;
-  char* stack = nullptr;
-  jmp_buf context;
-  const Gate* gate = nullptr;  // kWaits: until it has opened more often than `seen`
-  uint64_t seen = 0, wakes = 0;
+  Stack* stack = nullptr;
+  uint64_t wakes = 0;
   bool together = false;                  // nothing but a __syncwarp since the last line
   std::vector<std::vector<Copy>> copies;  // groups under way; the last is not committed
 };
@@ -91,9 +124,10 @@ struct Block {
   LinesAt stored, loaded;
   std::vector<std::vector<std::unique_ptr<Lanes>>> warps;
   Gate barriers[kBarriers];
+  Threads ready = {};  // those that neither wait at a gate nor have ended
   int current = 0, alive = 0;
   const std::function<void()>* body = nullptr;
-  jmp_buf scheduler;
+  Context scheduler;
   std::minstd_rand random;
 };
 
@@ -102,81 +136,90 @@ constexpr int kMostShared = 232448;
 alignas(
     256) thread_local char shared_window[kMostShared + 512];  // dynamic shared memory, and where addresses count from
 
-std::mutex stacks_mutex;
-std::vector<char*> stacks;  // of ended threads
-
-char* TakeStack() {
-  {
-    std::lock_guard<std::mutex> lock(stacks_mutex);
-    if (!stacks.empty()) {
-      char* stack = stacks.back();
-      stacks.pop_back();
-      return stack;
-    }
-  }
-  void* at = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (at == MAP_FAILED || mprotect(at, 4096, PROT_NONE)) Broken("no memory for a thread's stack");
-  return static_cast<char*>(at);
-}
+thread_local std::vector<Stack*> stacks;  // of this host thread, that no thread of a block runs on
 
 void GiveWay(State state) {
   Fiber& fiber = block->fibers[block->current];
   fiber.state = state;
-  if (!_setjmp(fiber.context)) _longjmp(block->scheduler, 1);
+  EmulatorSwitch(&fiber.stack->context, &block->scheduler);
+}
+
+void Open(Gate& gate) {
+  gate.arrived = 0;
+  ++gate.opened;
+  for (size_t word = 0; word < (block->warps.size() + 1) / 2; ++word) {
+    block->ready[word] |= gate.waiting[word];
+    gate.waiting[word] = 0;
+  }
 }
 
 void WaitAt(Gate& gate, int wanted) {
-  Fiber& fiber = block->fibers[block->current];
-  gate.wanted = wanted;
-  if (++gate.arrived == wanted) {
-    gate.arrived = 0;
-    ++gate.opened;
-    return;
-  }
-  fiber.gate = &gate;
-  fiber.seen = gate.opened;
+  if (++gate.arrived == wanted) return Open(gate);
+  const int word = block->current / 64;
+  const uint64_t bit = uint64_t{1} << block->current % 64;
+  gate.waiting[word] |= bit;
+  block->ready[word] &= ~bit;
   GiveWay(State::kWaits);
 }
 
-void Entry() {
+void RunThread() {
   Block& b = *block;
   (*b.body)();
-  Fiber& fiber = b.fibers[b.current];
   AwaitCopies(0);
-  fiber.state = State::kEnded;
+  b.ready[b.current / 64] &= ~(uint64_t{1} << b.current % 64);
   --b.alive;
   if (b.alive == 0 && !b.stored.empty()) Broken("only some lanes of a line have stored their part");
   Gate& all = b.barriers[0];  // those that wait for the whole block wait for those that have not ended
-  if (all.arrived && all.arrived == b.alive) all.arrived = 0, ++all.opened;
-  _longjmp(b.scheduler, 1);
+  if (all.arrived && all.arrived == b.alive) Open(all);
+  stacks.push_back(b.fibers[b.current].stack);
+  GiveWay(State::kEnded);
+}
+void Entry() {
+  for (;;) RunThread();
+}
+
+Stack* MakeStack() {
+  static thread_local size_t made = 0;
+  void* at = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (at == MAP_FAILED || mprotect(at, 4096, PROT_NONE)) Broken("no memory for a thread's stack");
+  auto* stack = new Stack{static_cast<char*>(at), {}};
+  // Tops of stacks that are a power of two apart would share a few lines of the caches.
+  const size_t bytes = kStackBytes - made++ % 64 * 832;
+#ifdef __x86_64__
+  void** top = reinterpret_cast<void**>(stack->memory + bytes) - 2;
+  *top = reinterpret_cast<void*>(&Entry);
+  stack->context = top - 6;
+#else
+  getcontext(&stack->context);
+  stack->context.uc_stack.ss_sp = stack->memory;
+  stack->context.uc_stack.ss_size = bytes;
+  stack->context.uc_link = nullptr;
+  makecontext(&stack->context, Entry, 0);
+#endif
+  return stack;
 }
 
 void Resume(Block& b, int thread) {
   Fiber& fiber = b.fibers[thread];
   b.current = thread;
   threadIdx = {static_cast<unsigned>(thread), 0, 0};
-  if (_setjmp(b.scheduler)) return;
-  if (fiber.state != State::kNew) {
-    fiber.state = State::kReady;
-    _longjmp(fiber.context, 1);
+  if (fiber.state == State::kNew) {
+    if (stacks.empty()) stacks.push_back(MakeStack());
+    fiber.stack = stacks.back();
+    stacks.pop_back();
   }
   fiber.state = State::kReady;
-  fiber.stack = TakeStack();
-  ucontext_t start;
-  getcontext(&start);
-  start.uc_stack.ss_sp = fiber.stack;
-  start.uc_stack.ss_size = kStackBytes;
-  start.uc_link = nullptr;
-  makecontext(&start, Entry, 0);
-  setcontext(&start);
+  EmulatorSwitch(&b.scheduler, &fiber.stack->context);
 }
 
 void RunBlock(dim3 grid, unsigned index, dim3 threads, const std::function<void()>& body, unsigned seed) {
   const int count = static_cast<int>(threads.x);
+  if (count > kThreads) Broken("a block has at most 1024 threads");
   Block b;
   b.fibers.resize(count);
   b.warps.resize((count + 31) / 32);
   b.alive = count;
+  for (int thread = 0; thread < count; ++thread) b.ready[thread / 64] |= uint64_t{1} << thread % 64;
   b.body = &body;
   b.random.seed(seed);
   block = &b;
@@ -188,29 +231,31 @@ void RunBlock(dim3 grid, unsigned index, dim3 threads, const std::function<void(
     bool went_on = false, sleeps_only = true;
     const uint64_t now = NowNs();
     const int first = static_cast<int>(b.random() % count);
-    for (int i = 0; i < count; ++i) {
-      const int thread = (first + i) % count;
+    // From a random one on to the end, then from the beginning.
+    for (int at = first; at < first + count;) {
+      const int thread = at < count ? at : at - count;
+      const uint64_t left = b.ready[thread / 64] >> thread % 64;
+      const int skipped = left ? __builtin_ctzll(left) : 64 - thread % 64;
+      if (skipped) {
+        at = std::min(at + skipped, at < count ? count : first + count);
+        continue;
+      }
+      ++at;
       Fiber& fiber = b.fibers[thread];
-      if (fiber.state == State::kEnded) continue;
-      if (fiber.state == State::kWaits && fiber.gate->opened == fiber.seen) continue;
       if (fiber.state == State::kSleeps && now < fiber.wakes) continue;
       const bool polled = fiber.state == State::kPolls;
       Resume(b, thread);
       went_on |= !polled || fiber.state != State::kPolls;
       sleeps_only = false;
-      if (fiber.state == State::kEnded) {
-        std::lock_guard<std::mutex> lock(stacks_mutex);
-        stacks.push_back(fiber.stack);
-      }
     }
     if (sleeps_only) {
       std::this_thread::sleep_for(std::chrono::microseconds(20));
     } else if (went_on) {
       idle = 0;
-    } else if (++idle < 64) {
+    } else if (++idle < 8) {
       std::this_thread::yield();
-    } else {
-      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    } else {  // the longer it waits, the less it takes from blocks that have work
+      std::this_thread::sleep_for(std::chrono::microseconds(std::min(20 << std::min((idle - 8) / 8, 4), 320)));
     }
   }
   block = nullptr;
