@@ -84,9 +84,10 @@ test-slow: $(READY)  ## what all others leave out: an hour or more
 kernel-test: $(READY)  ## the CUDA kernels on host threads, and the networks that they are tested over: C++, no CUDA, no GPU
 	$(BIN)/python -m pytest tests/native -m "kernels and not slow and not thorough" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
+# Compiled in a hurry: none of it runs for long.
 memory-test: $(READY)  ## symmetric memory over host memory, agreement, liveness, NCCL's place taken: no CUDA, no GPU
 	$(BIN)/cmake -S . -B build/memory -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN)/python) \
-	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DXEN_MOE_MEMORY_TEST=ON
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -DXEN_MOE_MEMORY_TEST=ON -DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG"
 	$(BIN)/cmake --build build/memory
 	$(BIN)/python -m pytest $(MEMORY_TESTS) -m "memory and not slow and not thorough" -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
