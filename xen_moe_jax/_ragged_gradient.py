@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xen_moe_jax._jax_internals import varying_axes
+from xen_moe_jax._mesh import vary
+
 
 def transpose(
     cotangent: jax.Array,
@@ -30,7 +33,7 @@ def transpose(
     """
     landed = exchange(output_offsets)  # where each source's rows lie in this rank's result
     came_from = exchange(input_offsets)  # where they lay in the source's operand
-    zeros = jnp.zeros(operand_shape, cotangent.dtype) + cotangent.ravel()[:1].sum() * 0
+    zeros = vary(jnp.zeros(operand_shape, cotangent.dtype), varying_axes(cotangent))
 
     def all_at_once():
         return ragged(cotangent, zeros, landed, recv_sizes, came_from, send_sizes)

@@ -166,6 +166,25 @@ def test_groups_of_any_size_and_order(mesh4, groups):
     assert abs(along) > 1e-3 and along == pytest.approx(change, rel=1e-4)
 
 
+def test_a_cotangent_that_is_not_finite_reaches_its_own_row_alone(mesh4):
+    """Rows of `operand` that are not sent have a gradient of zero, whatever the cotangent holds."""
+    operand, output, *segments = ragged_operands(np.random.default_rng(9), RANKS, "random", (5,), "float32")
+    exchange = functools.partial(xm.ragged_all_to_all, axis_name="ep")
+    landed = segments[2][segments[1] > 0].min()  # a row that somebody's rows come to
+    sent = np.zeros(operand.shape[:2], bool)
+    for rank in range(RANKS):
+        for first, size in zip(segments[0][rank], segments[1][rank], strict=True):
+            sent[rank, first : first + size] = True
+
+    def pulled(bad, operand, output, *segments):
+        cotangent = jnp.ones_like(output).at[bad].set(jnp.nan)
+        return jax.vjp(lambda operand: exchange(operand, output, *segments), operand)[1](cotangent)[0]
+
+    for row in (0, landed):
+        by_operand = np.asarray(on(mesh4, pulled)(np.full(RANKS, row), operand, output, *segments))
+        assert not by_operand[~sent].any() and np.isnan(by_operand[sent]).sum() <= RANKS * 5
+
+
 # -- all_to_all --------------------------------------------------------------------------------------------------------
 def both_ways(body):
     """Returns the results of `body` with the drop-in and with `jax.lax`."""
