@@ -107,7 +107,8 @@ def moe_mlp(
         "gate_bias", ...), as `MoEConfig.experts`. Shapes of the weights are then its own matter. "float8_e4m3fn" or
         "int8", or such a dtype: the MLP with rows, weights and cotangents quantized in front of each matmul, as
         `MoEConfig.expert_dtype`; rows that travelled in this dtype are multiplied as they arrived. Kernels multiply fp8
-        on a Hopper GPU. Elsewhere, with `grouped_matmul="ragged_dot"`, and in int8, plain JAX multiplies, slowly.
+        on a Hopper GPU. Elsewhere, with `grouped_matmul="ragged_dot"`, and in int8, plain JAX multiplies, slowly. These
+        experts have no forward mode, and their second derivative is an error.
       grouped_matmul: "auto" (the fastest one), "ragged_dot" (the only one with forward mode and second derivatives),
         "tokamax", "hopper", or a function `(rows [C, A], weights [L, A, B], group_sizes [L]) -> [C, B]`. It, or
         `experts`, gets the rows of an fp8 or int8 `wire` as they arrive, as a `BlockScaled`, if it has a true attribute

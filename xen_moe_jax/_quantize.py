@@ -9,6 +9,7 @@ the same bits.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -203,7 +204,8 @@ def quantize(x: jax.Array, dtype: Any = "float8_e4m3fn", scale_format: str = "fl
       scale NaN.
 
     Raises:
-      TypeError: `x` is not a float array. ValueError: unknown `dtype` or `scale_format`, or `x` is a scalar.
+      TypeError: `x` is not a float array, or its gradient is asked for.
+      ValueError: unknown `dtype` or `scale_format`, or `x` is a scalar.
     """
     if isinstance(x, BlockScaled):
         raise TypeError("quantize: x is already a BlockScaled; dequantize() it first")
@@ -217,7 +219,24 @@ def quantize(x: jax.Array, dtype: Any = "float8_e4m3fn", scale_format: str = "fl
     name = _dtype_name(dtype)
     if name not in QMAX:
         raise ValueError(f"quantize: dtype={dtype!r}: must be one of {tuple(QMAX)}")
-    return BlockScaled(*quantize_arrays(x, Wire(name, scale_format)))
+    return BlockScaled(*_quantized(Wire(name, scale_format), x))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _quantized(wire: Wire, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`quantize_arrays` without a gradient: JAX's own would round cotangents to fp8, and lose them all in int8."""
+    return quantize_arrays(x, wire)
+
+
+def _refuse(wire: Wire, kept: None, cotangents: Any) -> Any:
+    raise TypeError(
+        f"quantize to {wire.dtype} has no gradient: its values have no room for one. Pass the float array and "
+        f"wire={wire.dtype!r} to dispatch or moe_mlp, which let gradients straight through, or quantize "
+        "jax.lax.stop_gradient(x)"
+    )
+
+
+_quantized.defvjp(lambda wire, x: (_quantized(wire, x), None), _refuse)
 
 
 def dequantize(x: BlockScaled, dtype: Any = jnp.bfloat16) -> jax.Array:

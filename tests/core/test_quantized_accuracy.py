@@ -115,3 +115,35 @@ def test_a_token_that_is_not_finite_reaches_no_other(layer, value):
             one, other = (np.asarray(a[what]) for a in (found, clean))
             assert_bits(one[~experts], other[~experts], f"{name}, {what} of other experts")
             assert np.isnan(one[experts]).any(), f"{name}, {what}"
+
+
+@pytest.mark.parametrize("by", ["tokens", "gate"])
+@pytest.mark.parametrize("dtype", [FP8, "int8"])
+def test_quantized_experts_have_first_derivatives_alone(dtype, by):
+    """What rounding lets straight through has no derivative: an error, and not the derivative of casts."""
+    x, _, idx, weights, (gate, up, down) = operands()
+    number = ("tokens", "gate").index(by)
+
+    def loss(x, gate):
+        args = x, idx[:T], weights[:T], gate, up[: E // R], down[: E // R]
+        return jnp.sum(xm.moe_mlp(*args, num_experts=E, axis_name="ep", experts=dtype))
+
+    def twice(*args):
+        return jax.grad(lambda *args: jnp.sum(jax.grad(loss, number)(*args)), number)(*args)
+
+    mesh = jax.sharding.AbstractMesh((R,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
+    program = jax.shard_map(twice, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    with pytest.raises(NotImplementedError, match="second derivative of experts in fp8 or int8.*leave experts"):
+        jax.eval_shape(program, x, gate)
+
+
+@pytest.mark.parametrize("dtype", [FP8, "int8"])
+def test_a_gradient_through_quantize_is_refused(dtype):
+    x = jnp.ones((2, 200))
+
+    def loss(x, cut=lambda a: a):
+        return jnp.sum(x * xm.dequantize(cut(xm.quantize(x, dtype)), jnp.float32))
+
+    assert_bits(jax.grad(lambda x: loss(x, jax.lax.stop_gradient))(x), np.asarray(x), "the factor's gradient alone")
+    with pytest.raises(TypeError, match=f"quantize to {dtype} has no gradient.*wire='{dtype}'"):
+        jax.grad(loss)(x)
