@@ -86,6 +86,18 @@ def test_own_choice_given_again_is_the_same_layer(name):
     assert_same_gradients(same_gradients, gradients, rtol=1e-5, atol=2e-6)
 
 
+def test_a_token_without_a_used_slot_has_no_part_in_the_routers_gradient_and_losses():
+    """As a token that the mask leaves out: not even a NaN in it reaches anything."""
+    config, mesh = asking(dataclasses.replace(CONFIG, z_loss_weight=0.1)), make_mesh((2, 4), ("dp", "ep"))
+    moe, x, target = layer(config), tokens(8, 5), tokens(8, 5, seed=9)
+    mask = np.random.default_rng(0).random((8, 5)) < 0.8
+    *masked, gradients = run_with_gradients(moe, x, target, mesh, mask=mask)
+    broken = np.where(mask[..., None], x, np.nan)
+    *again, same_gradients = run_with_gradients(moe, broken, target, mesh, topk_idx=masked[1].topk_idx)
+    chex.assert_trees_all_equal(again, masked, strict=True)
+    assert_same_gradients(same_gradients, gradients, rtol=1e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize("kind", [None, "Auto", "Explicit"])
 @pytest.mark.parametrize("config", [CONFIG, DEEPSEEK], ids=["softmax", "DeepSeek-V3"])
 def test_given_experts_with_live_scores_equal_dense(config, kind):

@@ -18,7 +18,7 @@ from xen_moe_jax.flax._balance import MoEMetrics, Sequences, measure
 from xen_moe_jax.flax._chunks import Chunk, Members, through_experts, through_own_experts
 from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._parameters import ROUTER_PARAMETERS, parameter_table, part_of_rank
-from xen_moe_jax.flax._router import route, shared_share
+from xen_moe_jax.flax._router import as_given, route, shared_share
 
 
 class Tokens(NamedTuple):
@@ -64,8 +64,11 @@ def moe_on_rank(
     # A NaN in a left-out token would reach the router's gradient: zero times NaN is NaN.
     x = jnp.where(mask[:, None], x, 0)
     token_ids = None if given.token_ids is None else given.token_ids.reshape(-1)
-    topk_idx = None if given.topk_idx is None else given.topk_idx.reshape(-1, config.top_k)
-    routing = route(config, weights, x, mask, token_ids, topk_idx)
+    topk_idx, chosen_for = None, mask
+    if given.topk_idx is not None:  # a token without a used slot is none of the router's, though shared experts see it
+        topk_idx = as_given(config, given.topk_idx.reshape(-1, config.top_k))
+        chosen_for = mask & jnp.any(topk_idx >= 0, axis=-1)
+    routing = route(config, weights, jnp.where(chosen_for[:, None], x, 0), chosen_for, token_ids, topk_idx)
 
     parts = {
         name: _for_compute(part_of_rank(config, name, parameter, weights[name]), dtype)
@@ -100,7 +103,7 @@ def moe_on_rank(
         out = out + shared_expert(config, tokens.x, shared, share)
     if config.tensor_axis:
         out = jax.lax.psum(out.astype(jnp.float32), config.tensor_axis).astype(dtype)
-    metrics = measure(config, routing, mask, _same_over_tensor(config, dropped), sequences, metric_axes)
+    metrics = measure(config, routing, chosen_for, _same_over_tensor(config, dropped), sequences, metric_axes)
     if metrics.topk_idx is not None:
         shape = (*given.x.shape[:-1], config.top_k)
         metrics = dataclasses.replace(metrics, topk_idx=metrics.topk_idx.reshape(shape))

@@ -49,7 +49,7 @@ def route(
       x: tokens `[T, H]`.
       mask: bool `[T]`, False for tokens to leave out.
       token_ids: integer `[T]` with choice="hash".
-      topk_idx: integer `[T, K]`, experts to use in place of the router's choice; outside `[0, E)` for unused slots.
+      topk_idx: int32 `[T, K]` of `as_given`, experts to use in place of the router's choice.
     """
     logits = None
     if config.score == "uniform":
@@ -59,12 +59,10 @@ def route(
         if config.logits_bias:
             logits = logits + weights["logits_bias"][None, :]
         scores = routing.router_scores(logits, softmax_or_sigmoid(config))
-    if topk_idx is not None:
-        topk_idx = _as_given(config, topk_idx)
-    elif config.choice == "hash":
+    if topk_idx is None and config.choice == "hash":
         assert token_ids is not None  # apply_moe has checked
         topk_idx = hashed_experts(token_ids, config.num_experts, config.top_k)
-    else:
+    elif topk_idx is None:
         assert logits is not None  # the config has been checked
         topk_idx, _ = routing.group_limited_top_k(
             logits,
@@ -80,7 +78,7 @@ def route(
     return Routing(jnp.where(mask[:, None], topk_idx, -1), topk_weights, scores, logits)
 
 
-def _as_given(config: MoEConfig, topk_idx: jax.Array) -> jax.Array:
+def as_given(config: MoEConfig, topk_idx: jax.Array) -> jax.Array:
     """Returns int32 `topk_idx` with -1 for every entry outside `[0, E)`. The dtype can name every expert."""
     if jnp.iinfo(topk_idx.dtype).max > jnp.iinfo(jnp.int32).max:  # uint32, int64, uint64: a cast would wrap around
         known = (topk_idx >= 0) & (topk_idx < config.num_experts)
