@@ -13,7 +13,7 @@ import jax
 
 from xen_moe_jax._quantized_weight import refuse_gradient
 from xen_moe_jax._spec import SCALE_BLOCK as BLOCK
-from xen_moe_jax._types import pytree
+from xen_moe_jax._types import export_as, pytree
 
 DTYPE = "float8_e4m3fn"
 
@@ -89,6 +89,9 @@ class Float8Weight:
     def gradient(self, of_master: Any) -> Float8Weight:
         """Returns the cotangent of this weight, which holds `of_master` for the master and nothing for the codes."""
         return Float8Weight(None, None, None, None, of_master, self.padding)
+
+
+export_as(Float8Weight)
 
 
 def padding_of(shape: tuple[int, ...]) -> tuple[int, int]:

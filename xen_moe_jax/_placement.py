@@ -485,4 +485,4 @@ transposed_by(reduce_p, move_p)
 batching.primitive_batchers[move_start_p] = batch_start(functools.partial(_rows, "new_slots"))
 batching.primitive_batchers[move_done_p] = batch_done("move_weights_done", move_p.bind, 3)
 
-export_as(Placement, list, tuple)
+export_as(Placement)

@@ -15,7 +15,7 @@ from jax import lax
 
 from xen_moe_jax import _mxfp4
 from xen_moe_jax._numbers import as_int
-from xen_moe_jax._types import pytree
+from xen_moe_jax._types import export_as, pytree
 
 SCALED = ("float8_e4m3fn", "float8_e5m2", "int8")
 """Dtypes of values that have float32 scales."""
@@ -90,6 +90,9 @@ class QuantizedWeight:
         if jnp.dtype(dtype) == jnp.bfloat16:  # not a conversion alone, which XLA may leave out in front of a matmul
             product = lax.reduce_precision(product, exponent_bits=8, mantissa_bits=7)
         return product.astype(dtype)
+
+
+export_as(QuantizedWeight)
 
 
 def widened(weight: Any, dtype: Any) -> Any:

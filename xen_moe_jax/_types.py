@@ -238,7 +238,13 @@ class MoEMLPInfo:
     num_dropped: Any
 
 
-def export_as(cls: type, to_json, from_json) -> None:
+def _tuples(fields: list[Any]) -> tuple[Any, ...]:
+    """Static fields as they were before JSON, which has lists in place of tuples."""
+    return tuple(tuple(field) if isinstance(field, list) else field for field in fields)
+
+
+def export_as(cls: type, to_json: Callable[[Any], Any] = list, from_json: Callable[[Any], Any] = _tuples) -> None:
+    """Makes `jax.export` serialize programs with a pytree `cls` among their arguments or results."""
     export.register_pytree_node_serialization(
         cls,
         serialized_name=f"xen_moe_jax.{cls.__name__}",
@@ -249,11 +255,10 @@ def export_as(cls: type, to_json, from_json) -> None:
 
 def _spec_from_json(fields: list[dict[str, Any]]) -> tuple[Spec]:
     (spec,) = fields
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in spec.items()}
-    return (Spec(**values),)
+    return (Spec(**dict(zip(spec, _tuples(list(spec.values())), strict=True))),)
 
 
 for _handle in (Handle, ReplicatedHandle):
     export_as(_handle, lambda aux: [dataclasses.asdict(spec) for spec in aux], _spec_from_json)
 for _cls in (BlockScaled, Routed, MoEMLPInfo, Flight, DispatchLayout):
-    export_as(_cls, list, tuple)
+    export_as(_cls)

@@ -338,6 +338,26 @@ def test_export_round_trip(mesh4):
     jax.tree.map(lambda a, b: assert_bits(a, np.asarray(b), "exported Routed"), exported, direct)
 
 
+def test_every_pytree_of_the_public_api_is_serialized():
+    """Quantized weights are arguments of a program that serves, a layer's metrics are its results."""
+    weight, idx = jnp.ones((2, 128, 64), jnp.bfloat16), jnp.zeros((4, 2), jnp.int32)
+    codes = xm.quantize_weights(weight)
+    for value in (
+        xm.quantize(weight),
+        xm.get_dispatch_layout(idx, num_experts=4, num_ranks=2),
+        xm.balance.home(4, 2),
+        xm.QuantizedWeight(jnp.ones((2, 64, 8), jnp.uint8), jnp.ones((2, 4, 8), jnp.uint8), (32, 1)),
+        codes,
+        codes.of(weight),
+        xm.MoEMLPInfo(idx[0], idx[0, 0]),
+        xm.flax.MoEMetrics(weight[0, 0, 0], idx[0], idx[0, 0]),
+    ):
+        given = jax.tree.map(jnp.asarray, value)
+        blob = jax.export.export(jax.jit(lambda given: (given,)))(given).serialize()
+        (found,) = jax.export.deserialize(blob).call(given)
+        assert jax.tree.structure(found) == jax.tree.structure(given)
+
+
 # -- caches ------------------------------------------------------------------------------------------------------------
 def test_equal_configs_share_a_program(mesh4):
     traces = []

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from xen_moe_jax._types import export_as, pytree
 from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._router import Routing
 from xen_moe_jax.routing import FLOOR, softmax
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@pytree()
 class MoEMetrics:
     """Metrics of one call of an MoE layer, over the tokens of all ranks.
 
@@ -46,6 +46,9 @@ class MoEMetrics:
         """float32 `[]`: rows of the busiest expert over the mean; 1 is perfect balance."""
         load = self.tokens_per_expert.astype(jnp.float32)
         return load.max() / jnp.maximum(load.mean(), 1e-9)
+
+
+export_as(MoEMetrics)
 
 
 @dataclasses.dataclass(frozen=True)
