@@ -245,7 +245,8 @@ def test_gradients_lower_for_cuda_inside_shard_map(monkeypatch, claimed, rows_a_
 
 
 def test_tiles_are_claimed_beside_pending_operations_and_in_their_backward_pass(monkeypatch):
-    """Tiles are claimed in the work of an `overlap` with pending operations; elsewhere those of weights' gradients."""
+    """All tiles are claimed in the work of an `overlap` with pending operations; elsewhere those of weights' gradients.
+    (Fitted ones of two projections, too, but `SIZES` are few rows.)"""
     rows, weights, cotangent, sizes = operands()
     seen = []
 
@@ -376,7 +377,8 @@ def test_plans_for_few_rows():
     assert hopper.plan(7168, 2048, 641 * 8, 8) == many
     some, more = (hopper.plan(7168, 2048, rows * 8, 8) for rows in (65, 640))
     fitted = dataclasses.replace(hopper.FITTED, band=hopper.BAND)
-    assert (some.forward, some.rows, some.gated, some.weights) == (fitted, fitted, fitted, many.weights)
+    claimed = dataclasses.replace(fitted, claimed=True)
+    assert (some.forward, some.rows, some.gated, some.weights) == (fitted, fitted, claimed, many.weights)
     assert more == dataclasses.replace(some, forward=many.forward)
     assert few == hopper.Plan(hopper.FEW[0], hopper.FEW[0], many.weights, hopper.FEW[0], many.sums)
     assert hopper.plan(7168, 128, 2048, 64).forward == hopper.FEW[1]

@@ -39,9 +39,10 @@ def test_machine_code(sharding, kernel, tiles, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kernel", ["swiglu", "gradient_of_rows", "gathered_swiglu"])
 def test_machine_code_of_fitted_tiles(sharding, kernel, tmp_path, monkeypatch):
-    """Stores turn the tiles by stmatrix."""
+    """Stores turn the tiles by stmatrix. Those of two projections are claimed, as in `hopper.plan`."""
     given = hopper_kernels.operands(sharding, 2880, 2880)
-    compile_alone(getattr(hopper_kernels, kernel), hopper.FITTED, given, tmp_path, monkeypatch)
+    tiles = dataclasses.replace(hopper.FITTED, claimed="swiglu" in kernel)
+    compile_alone(getattr(hopper_kernels, kernel), tiles, given, tmp_path, monkeypatch)
     (text,) = [path.read_text() for path in tmp_path.glob("*.ptx")]
     assert re.search(r"stmatrix\S*\.trans", text) and "st.shared.b16" not in text
 

@@ -108,7 +108,9 @@ def plan(depth: int, columns: int, rows: int | None = None, groups: int = 1) -> 
     """Returns tiles for `[rows, depth]` times weights `[groups, depth, columns]`; `rows` None means many rows.
 
     Those of weights' gradients are `claimed`: thread blocks take them one by one, since a tile takes as long as its
-    group has rows. While the work of an `xm.overlap` is traced, so are the others, in the backward pass, too.
+    group has rows. So are fitted tiles of two projections. Their heights differ, and blocks with fixed shares would
+    drift apart until those with the same weights, two matrices, read them from memory one after the other. While the
+    work of an `xm.overlap` is traced, all tiles are claimed, in the backward pass, too.
     """
     few = rows is not None and rows <= FEW_ROWS * groups
     common = math.gcd(_padded(depth), _padded(columns)) * 2
@@ -134,12 +136,13 @@ def plan(depth: int, columns: int, rows: int | None = None, groups: int = 1) -> 
         return dataclasses.replace(chosen, band=band, claimed=True)
 
     weights = for_weights(PREFERRED)
+    gated = for_rows((FEW[0] if few else FITTED if fits(1) else GATED,), columns)
     return Plan(
         forward=for_rows(of_rows(2), columns),
         rows=for_rows(of_rows(1), depth),
         weights=weights,
         gathered=for_weights((TALL,)) if weights.band > 1 and depth % TALL.m == 0 else None,
-        gated=for_rows((FEW[0] if few else FITTED if fits(1) else GATED,), columns),
+        gated=dataclasses.replace(gated, claimed=gated.claimed or gated.fitted),
         sums=best((SUMS,), columns),
     )
 
