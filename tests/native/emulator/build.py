@@ -50,7 +50,8 @@ class Unit(NamedTuple):
     defines: tuple[str, ...] = ()
 
 
-RUNTIME = Unit("runtime.cc", HERE / "runtime.cc")
+BLOCK = Unit("block.cc", HERE / "block.cc")
+RUNTIME = (BLOCK, Unit("runtime.cc", HERE / "runtime.cc"))
 
 
 def units_of(program: str) -> list[Unit]:
@@ -130,15 +131,15 @@ def build(
 
     def compile_one(unit: Unit) -> pathlib.Path:
         target = folder / f"{unit.name}.o"
-        translated = source_folder / unit.source.relative_to(ROOT) if unit.name != RUNTIME.name else unit.source
+        translated = source_folder / unit.source.relative_to(ROOT) if unit not in RUNTIME else unit.source
         changed = max(newest, *(p.stat().st_mtime for p in includes(unit.source)))
         if not target.exists() or target.stat().st_mtime < changed:
             defines = [f"-D{define}" for define in unit.defines]
-            most = ["-O2"] * (unit == RUNTIME)  # its switches from thread to thread are most of a program's time
+            most = ["-O2"] * (unit == BLOCK)  # its switches from thread to thread are most of a program's time
             subprocess.run([*command, *most, *defines, "-x", "c++", "-c", translated, "-o", target], check=True)
         return target
 
-    work = [*units_of(program), RUNTIME]
+    work = [*units_of(program), *RUNTIME]
     ready: list[pathlib.Path] = []
     if faults:
         spoilt = {ROOT / name for name in faults}

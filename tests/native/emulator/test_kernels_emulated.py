@@ -247,7 +247,8 @@ def test_a_kernel_gets_its_arguments_as_they_are_when_it_is_launched(harness, tm
     """Not when it runs: the caller's variables may be gone by then."""
     source, program = tmp_path / "later.cc", tmp_path / "later"
     source.write_text(build.translate(LATER))
-    command = [*build.compiler(harness.parent), source, harness.parent / "runtime.cc.o", "-o", program]
+    runtime = [harness.parent / f"{unit.name}.o" for unit in build.RUNTIME]
+    command = [*build.compiler(harness.parent), source, *runtime, "-o", program]
     subprocess.run(list(map(str, command)), check=True)
     done = emulate([program], seconds=SECONDS)
     assert done.returncode == 0 and done.stdout == "7\n", done.stdout + done.stderr
