@@ -220,18 +220,10 @@ def codes_of(weights: jax.Array) -> Float8Weight:
     return Float8Weight(values, scales, values.swapaxes(1, 2), scales.swapaxes(1, 2), padding=padding)
 
 
-@jax.custom_jvp
-def _first_order(array: jax.Array) -> jax.Array:
-    """Returns the array; differentiating the result is an error."""
-    return array
-
-
-@_first_order.defjvp
-def _refuse(primals: Any, tangents: Any) -> Any:
-    raise NotImplementedError(
-        "a second derivative of experts in fp8 or int8: gradients pass straight through their rounding, and have no "
-        "derivative themselves; leave experts (expert_dtype in a MoEConfig) None, with grouped_matmul='ragged_dot'"
-    )
+_first_order = hopper.refusing(
+    "a second derivative of experts in fp8 or int8: gradients pass straight through their rounding, and have no "
+    "derivative themselves; leave experts (expert_dtype in a MoEConfig) None, with grouped_matmul='ragged_dot'"
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

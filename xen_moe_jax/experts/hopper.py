@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -333,18 +333,24 @@ def sum_of_groups(chosen: Plan, rows: Any, group_sizes: Any, row_weights: Any = 
     return vary(sums[:, 0] if row_weights is None else sums[:, 0] + sums[:, 1], varying_axes(rows))
 
 
-@jax.custom_jvp
-def first_order(array: jax.Array) -> jax.Array:
-    """Returns the array; differentiating the result is an error."""
-    return array
+def refusing(message: str) -> Callable[[jax.Array], jax.Array]:
+    """Returns a function that returns its array. Differentiating the result is a NotImplementedError with `message`."""
+
+    @jax.custom_jvp
+    def as_it_is(array: jax.Array) -> jax.Array:
+        return array
+
+    @as_it_is.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(message)
+
+    return as_it_is
 
 
-@first_order.defjvp
-def _refuse(primals: Any, tangents: Any) -> Any:
-    raise NotImplementedError(
-        "a second derivative of experts on a Hopper GPU or a TPU: the kernels have first derivatives alone; pass "
-        "grouped_matmul='ragged_dot', whose derivatives are JAX's"
-    )
+first_order = refusing(
+    "a second derivative of experts on a Hopper GPU or a TPU: the kernels have first derivatives alone; pass "
+    "grouped_matmul='ragged_dot', whose derivatives are JAX's"
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
