@@ -64,11 +64,12 @@ def moe_on_rank(
     # A NaN in a left-out token would reach the router's gradient: zero times NaN is NaN.
     x = jnp.where(mask[:, None], x, 0)
     token_ids = None if given.token_ids is None else given.token_ids.reshape(-1)
-    topk_idx, chosen_for = None, mask
+    topk_idx, routed, chosen_for = None, x, mask
     if given.topk_idx is not None:  # a token without a used slot is none of the router's, though shared experts see it
         topk_idx = as_given(config, given.topk_idx.reshape(-1, config.top_k))
         chosen_for = mask & jnp.any(topk_idx >= 0, axis=-1)
-    routing = route(config, weights, jnp.where(chosen_for[:, None], x, 0), chosen_for, token_ids, topk_idx)
+        routed = jnp.where(chosen_for[:, None], x, 0)
+    routing = route(config, weights, routed, chosen_for, token_ids, topk_idx)
 
     parts = {
         name: _for_compute(part_of_rank(config, name, parameter, weights[name]), dtype)
