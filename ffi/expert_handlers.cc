@@ -92,9 +92,8 @@ ffi::Error QuantizedRows(cudaStream_t stream, int64_t block_rows, int64_t block_
   for (const Expected& e : expected) {
     if (ffi::Error error = CheckBuffer(e.name, e.given, e.dims, e.dtype, e.shape); !error.success()) return error;
   }
-  if (int e = Taken(static_cast<cudaError_t>(LaunchQuantizedRows(p, stream)))) {
-    return ffi::Error::Internal(std::string("xen_moe_jax: quantized rows: ") +
-                                cudaGetErrorString(static_cast<cudaError_t>(e)));
+  if (const cudaError_t e = Taken(static_cast<cudaError_t>(LaunchQuantizedRows(p, stream)))) {
+    return ffi::Error::Internal(std::string("xen_moe_jax: quantized rows: ") + cudaGetErrorString(e));
   }
   return ffi::Error::Success();
 }

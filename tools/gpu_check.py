@@ -226,6 +226,9 @@ def install_wheels(directory: str, target: pathlib.Path) -> None:
 
 
 def count_gpus() -> int:
+    """Returns how many GPUs the programs of this process see."""
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return len([name for name in visible.split(",") if name])
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -271,7 +274,7 @@ def main(arguments: list[str] | None = None) -> int:
         choices=("auto", "nvshmem", "nccl"),
         help="what gives memory between processes (XEN_MOE_MEMORY); NCCL_HOME says where NCCL is",
     )
-    parser.add_argument("--gpus", type=int, help="default: as many as nvidia-smi lists")
+    parser.add_argument("--gpus", type=int, help="default: all that CUDA_VISIBLE_DEVICES leaves")
     parser.add_argument("--small", action="store_true", help="with --steps four: a rehearsal of its commands")
     node_check.add_options(parser)
     options = parser.parse_args(arguments)
