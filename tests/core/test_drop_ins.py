@@ -170,7 +170,7 @@ def test_a_cotangent_that_is_not_finite_reaches_its_own_row_alone(mesh4):
     """Rows of `operand` that are not sent have a gradient of zero, whatever the cotangent holds."""
     operand, output, *segments = ragged_operands(np.random.default_rng(9), RANKS, "random", (5,), "float32")
     exchange = functools.partial(xm.ragged_all_to_all, axis_name="ep")
-    landed = segments[2][segments[1] > 0].min()  # a row that somebody's rows come to
+    landed = segments[2][segments[1] > 0].min()  # the first row of some rank's result that another rank's rows land in
     sent = np.zeros(operand.shape[:2], bool)
     for rank in range(RANKS):
         for first, size in zip(segments[0][rank], segments[1][rank], strict=True):

@@ -120,7 +120,7 @@ def test_a_token_that_is_not_finite_reaches_no_other(layer, value):
 @pytest.mark.parametrize("by", ["tokens", "gate"])
 @pytest.mark.parametrize("dtype", [FP8, "int8"])
 def test_quantized_experts_have_first_derivatives_alone(dtype, by):
-    """What rounding lets straight through has no derivative: an error, and not the derivative of casts."""
+    """Gradients pass straight through rounding. Their own derivative is an error, and not that of the casts."""
     x, _, idx, weights, (gate, up, down) = operands()
     number = ("tokens", "gate").index(by)
 

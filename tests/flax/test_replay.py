@@ -87,7 +87,7 @@ def test_own_choice_given_again_is_the_same_layer(name):
 
 
 def test_a_token_without_a_used_slot_has_no_part_in_the_routers_gradient_and_losses():
-    """As a token that the mask leaves out: not even a NaN in it reaches anything."""
+    """Such a token counts as one that the mask leaves out does: not even its NaN reaches anything."""
     config, mesh = asking(dataclasses.replace(CONFIG, z_loss_weight=0.1)), make_mesh((2, 4), ("dp", "ep"))
     moe, x, target = layer(config), tokens(8, 5), tokens(8, 5, seed=9)
     mask = np.random.default_rng(0).random((8, 5)) < 0.8

@@ -24,9 +24,8 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 def _program(module: str, arguments: list[str], environment: dict[str, str], streams: list[Connection]) -> None:
     """Runs `main()` of a module as `python -m` would, and ends as a program does: with the functions of `atexit`."""
-    ctypes.CDLL(None).prctl(
-        PR_SET_PDEATHSIG, signal.SIGKILL
-    )  # the forking process ends with the one that runs the tests
+    # The fork ends with the process that forks, which ends with the one that runs the tests.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for number, stream in enumerate(streams, 1):
         os.dup2(stream.fileno(), number)
         stream.close()
@@ -78,6 +77,6 @@ class Program:
 
 
 def anew(module: str, arguments: list[str], environment: dict[str, str]) -> subprocess.Popen:
-    """The same as a program of its own, which imports what it needs."""
+    """Returns the process of `python -m module`, which makes its own imports."""
     command = bound([sys.executable, "-m", module, *arguments])
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
