@@ -557,12 +557,18 @@ def test_a_view_begins_after_every_operation_of_its_members(epochs, following):
 def test_nothing_is_kept_of_processes_that_have_gone(open_group, tmp_path):
     group = open_group()
     group.join()
-    step = 0
+    step, seen = 0, FORK.Semaphore(0)
+
+    def came():
+        nonlocal step
+        group.boundary(step := step + 1)
+        return group.active().sum() == 2
+
     for _ in range(3):
-        newcomer = FORK.Process(target=come_and_go, args=(tmp_path / "group",))
+        newcomer = FORK.Process(target=come_and_go, args=(tmp_path / "group", seen))
         newcomer.start()
-        while group.active().sum() == 1:
-            group.boundary(step := step + 1)
+        until(came)
+        seen.release()
         newcomer.join(30)
         assert group.recover(step).lost == (1,)
     membership = group._membership
@@ -571,9 +577,10 @@ def test_nothing_is_kept_of_processes_that_have_gone(open_group, tmp_path):
     assert len([*(tmp_path / "group").iterdir()]) < 12
 
 
-def come_and_go(folder):
+def come_and_go(folder, seen):
     with elastic.Group(folder, 3, slot=1) as group:
         group.join(timeout_s=30)
+        assert seen.acquire(timeout=30)  # else the members may go on without a process that has already left
 
 
 def test_experts_whose_loading_failed_are_named_again(open_group):
