@@ -33,14 +33,6 @@ def losses(layout, mesh, **options):
     return of(ep), of(dense_moe)
 
 
-def gathered_moe(x, idx, weights, w_in, w_out):
-    """The grouped layout with a matrix gathered for each row: `jax.lax.ragged_dot` has no second reverse derivative."""
-    routed = xm.dispatch(x, idx, weights, num_experts=EXPERTS, axis_name="ep")
-    expert = jnp.repeat(jnp.arange(w_in.shape[0]), routed.group_sizes, total_repeat_length=routed.x.shape[0])
-    y = jax.nn.silu(jnp.einsum("ch,chf->cf", routed.x, w_in[expert]))
-    return xm.combine(jnp.einsum("cf,cfh->ch", y, w_out[expert]), routed.handle)
-
-
 def directions(operands, seed=2):
     rng = np.random.default_rng(seed)
     return tuple(rng.standard_normal(a.shape).astype(np.float32) for a in operands)
@@ -79,11 +71,6 @@ def test_second_derivatives(mesh4, problem, layout):
     """Hessian-vector products: forward over reverse, and reverse over reverse."""
     placed_idx, idx, here, there = problem
     ep, dense = losses(layout, mesh4)
-    if layout == "grouped":
-        moe = sharded(gathered_moe, mesh4)
-
-        def ep(idx, x, weights, w_in, w_out):
-            return jnp.sum(jnp.sin(moe(x, idx, weights, w_in, w_out)) * TARGET)
 
     def gradient(loss, i):
         return jax.grad(functools.partial(loss, i), (0, 1, 2, 3))

@@ -235,19 +235,28 @@ def test_the_kernels_keep_no_outputs_of_experts(mesh4):
 
 
 def test_forward_mode_and_second_derivatives(mesh4):
-    """A Hessian-vector product by forward over reverse mode, against the dense model."""
+    """Products of a Hessian and a vector, by forward and by reverse over reverse mode, against the dense model."""
     case = Case()
     x, idx, weights, experts = operands(case)
     layer = on_ranks(mesh4, functools.partial(call, case, grouped_matmul="ragged_dot", return_info=True))
-    direction = np.random.default_rng(3).standard_normal(x.shape).astype(np.float32)
+    rng = np.random.default_rng(3)
+    given = (
+        (x, experts),
+        jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(np.float32), (x, experts)),
+        idx,
+        weights,
+    )
 
-    def product(moe, x, direction, *others):
-        def loss(x):
-            return jnp.sum(jnp.sin(moe(x, *others)))
+    def product(moe, at, direction, idx, weights):
+        def loss(at):
+            return jnp.sum(jnp.sin(moe(at[0], idx, weights, at[1])))
 
-        return jax.jvp(jax.grad(loss), (x,), (direction,))
+        def slope(at):
+            parts = jax.tree.map(lambda g, d: jnp.sum(g * d), jax.grad(loss)(at), direction)
+            return sum(jax.tree.leaves(parts))
 
-    given = x, direction, idx, weights, experts
+        return jax.jvp(jax.grad(loss), (at,), (direction,)), jax.grad(slope)(at)
+
     with jax.default_matmul_precision("highest"):
         ours = jax.jit(functools.partial(product, lambda *a: layer(*a)[0]))(*place(mesh4, given))
         expected = jax.jit(functools.partial(product, functools.partial(dense, case)))(*given)

@@ -6,6 +6,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from xen_moe_jax.experts.ragged_dot import ragged_dot
 
 RANKS, TOKENS, HIDDEN, WIDE, EXPERTS, TOP_K = 4, 12, 64, 32, 10, 3
 LAYOUTS = ("grouped", "ranked", "padded")
@@ -29,8 +30,8 @@ def ep_moe(layout, x, idx, weights, w_in, w_out, *, axis="ep", **options):
     """`w_in [L, H, F]`, `w_out [L, F, H]` are this rank's experts."""
     routed = xm.dispatch(x, idx, weights, num_experts=EXPERTS, axis_name=axis, layout=layout, **options)
     if layout == "grouped":
-        y = jax.nn.silu(jax.lax.ragged_dot(routed.x, w_in, routed.group_sizes))
-        return xm.combine(jax.lax.ragged_dot(y, w_out, routed.group_sizes), routed.handle, weighted=True)
+        y = jax.nn.silu(ragged_dot(routed.x, w_in, routed.group_sizes))
+        return xm.combine(ragged_dot(y, w_out, routed.group_sizes), routed.handle, weighted=True)
     if layout == "padded":
         used = jnp.arange(routed.x.shape[1])[None, :, None] < routed.num_tokens_per_expert[:, None, None]
         y = jnp.einsum("lcf,lfh->lch", jax.nn.silu(jnp.einsum("lch,lhf->lcf", routed.x, w_in)), w_out)

@@ -17,40 +17,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import batching
 
-from xen_moe_jax._jax_internals import RAGGED_DOT
 from xen_moe_jax._mesh import platform, vary_alike
-from xen_moe_jax._primitive import in_turn
 from xen_moe_jax.experts import hopper, on_tpu
+from xen_moe_jax.experts.ragged_dot import ragged_dot
 
 GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """`(rows [C, A], weights [L, A, B], group_sizes int32 [L]) -> [C, B]`; rows past the last group are unspecified."""
 
 TOKAMAX_PLATFORMS = ("gpu", "cuda", "tpu")
 """Platforms on which "auto" takes tokamax where it is installed: elsewhere tokamax only calls `ragged_dot`."""
-
-
-def ragged_dot(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """`jax.lax.ragged_dot`."""
-    return jax.lax.ragged_dot(rows, weights, group_sizes)
-
-
-_mapped_in_front = batching.fancy_primitive_batchers[RAGGED_DOT]
-
-
-def _vmap_of_ragged_dot(axis_data: Any, operands: Any, dims: Any, **params: Any) -> tuple[Any, Any]:
-    """Batching rule of a ragged dot. JAX has one only where every operand is mapped along its first axis, and refuses
-    the other cases, such as tokens mapped alone, or the cotangents of one call. In these the calls run in turn."""
-    if all(dim == 0 for dim in dims):
-        return _mapped_in_front(axis_data, operands, dims, **params)
-    if all(dim is None for dim in dims):
-        return RAGGED_DOT.bind(*operands, **params), None
-    (out,), (dim,) = in_turn(lambda *given: [RAGGED_DOT.bind(*given, **params)], operands, dims)
-    return out, dim
-
-
-batching.fancy_primitive_batchers[RAGGED_DOT] = _vmap_of_ragged_dot
 
 
 def tokamax(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
