@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
 from tests.support.checks import assert_bits
+from xen_moe_jax.experts import hopper
 
 R, T, E, K, H, F = 2, 96, 6, 2, 256, 192
 FP8 = "float8_e4m3fn"
@@ -118,15 +119,20 @@ def test_a_token_that_is_not_finite_reaches_no_other(layer, value):
 
 
 @pytest.mark.parametrize("by", ["tokens", "gate"])
-@pytest.mark.parametrize("dtype", [FP8, "int8"])
-def test_quantized_experts_have_first_derivatives_alone(dtype, by):
+@pytest.mark.parametrize("dtype", [FP8, "int8", "kernels", "kernels of single matmuls"])
+def test_quantized_experts_have_first_derivatives_alone(dtype, by, monkeypatch):
     """Gradients pass straight through rounding. Their own derivative is an error, and not that of the casts."""
     x, _, idx, weights, (gate, up, down) = operands()
+    where = "activation" if dtype == "kernels of single matmuls" else "rows"
+    if dtype.startswith("kernels"):
+        monkeypatch.setattr(hopper, "on_hopper", lambda: True)
+        x, gate, up, down = (array.astype(jnp.bfloat16) for array in (x, gate, up, down))
+        dtype = FP8
     number = ("tokens", "gate").index(by)
 
     def loss(x, gate):
         args = x, idx[:T], weights[:T], gate, up[: E // R], down[: E // R]
-        return jnp.sum(xm.moe_mlp(*args, num_experts=E, axis_name="ep", experts=dtype))
+        return jnp.sum(xm.moe_mlp(*args, num_experts=E, axis_name="ep", experts=dtype, apply_weights_to=where))
 
     def twice(*args):
         return jax.grad(lambda *args: jnp.sum(jax.grad(loss, number)(*args)), number)(*args)

@@ -220,12 +220,6 @@ def codes_of(weights: jax.Array) -> Float8Weight:
     return Float8Weight(values, scales, values.swapaxes(1, 2), scales.swapaxes(1, 2), padding=padding)
 
 
-_first_order = hopper.refusing(
-    "a second derivative of experts in fp8 or int8: gradients pass straight through their rounding, and have no "
-    "derivative themselves; leave experts (expert_dtype in a MoEConfig) None, with grouped_matmul='ragged_dot'"
-)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply(
     dtype: str, rows: Any, arrived: Any, master: Any, values: Any, scales: Any, group_sizes: Any
@@ -245,7 +239,7 @@ def _quantized(dtype: str, rows: Any, arrived: BlockScaled | None) -> tuple[jax.
 def _forward(
     dtype: str, rows: Any, arrived: Any, master: Any, values: Any, scales: Any, group_sizes: Any
 ) -> tuple[Any, Any]:
-    rows, master = jax.tree.map(_first_order, (rows, master))
+    rows, master = jax.tree.map(hopper.first_order_quantized, (rows, master))
     quantized = _quantized(dtype, rows, arrived)
     out = _product(*quantized, values, scales, group_sizes).astype(rows.dtype)
     # The backward pass reads the dtypes of these arrays without elements.
@@ -255,7 +249,7 @@ def _forward(
 
 def _backward(dtype: str, kept: Any, cotangent: Any) -> tuple[Any, ...]:
     row_values, row_scales, values, scales, group_sizes, of_rows, of_master = kept
-    transposed, cotangent = (values.swapaxes(1, 2), scales.swapaxes(1, 2)), _first_order(cotangent)
+    transposed, cotangent = (values.swapaxes(1, 2), scales.swapaxes(1, 2)), hopper.first_order_quantized(cotangent)
     by_rows = _product(*quantize_arrays(cotangent, Wire(dtype)), *transposed, group_sizes).astype(of_rows.dtype)
     by_master = None
     if of_master is not None:

@@ -351,6 +351,10 @@ first_order = refusing(
     "a second derivative of experts on a Hopper GPU or a TPU: the kernels have first derivatives alone; pass "
     "grouped_matmul='ragged_dot', whose derivatives are JAX's"
 )
+first_order_quantized = refusing(
+    "a second derivative of experts in fp8 or int8: gradients pass straight through their rounding, and have no "
+    "derivative themselves; leave experts (expert_dtype in a MoEConfig) None, with grouped_matmul='ragged_dot'"
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

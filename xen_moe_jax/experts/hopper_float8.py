@@ -163,6 +163,7 @@ def _multiply(x: Any, arrived: Any, weights: Any, group_sizes: Any) -> Any:
 
 
 def _forward(x: Any, arrived: Any, weights: Any, group_sizes: Any) -> tuple[Any, Any]:
+    x, weights = jax.tree.map(hopper.first_order_quantized, (x, weights))
     rows = _rows(x, arrived)
     product, gradient = _layouts(weights, product=True, gradient=True)
     out = _times([(rows, product)], group_sizes, _fitting(weights.shape[2]), x)
@@ -182,7 +183,7 @@ def _shape_of(array: Any) -> Any:
 
 def _backward(kept: Any, cotangent: Any) -> tuple[Any, ...]:
     rows, gradient, group_sizes, of_x, of_weights = kept
-    cotangent = hopper.first_order(cotangent)
+    cotangent = hopper.first_order_quantized(cotangent)
     facts, blocks = float8_quantize.blocks_of_groups(group_sizes, cotangent.shape[0])
     by, right = _both(cotangent, None if of_weights is None else facts, cotangent)
     by_x = _times([(by, gradient)], group_sizes, of_x.shape[2], of_x)
@@ -204,6 +205,8 @@ def run(
       last: `[L, F, H]`.
       group_sizes: int32 `[L]`.
     """
+    if keep:
+        x, first, last = jax.tree.map(hopper.first_order_quantized, (x, first, last))
     rows = _rows(x, arrived)
     laid_out = [_layouts(w, product=True, gradient=keep) for w in first]
     turned, lying = _layouts(last, product=True, gradient=keep)
@@ -236,7 +239,9 @@ def back(activation: Activation, kept: Any, cotangent: Any, row_weights: Any = N
       row_weights: float32 `[C]`, factors of the rows that `run` returned, or None.
     """
     rows, projections, first, last, group_sizes, (of_x, of_first, of_last) = kept
-    projections, cotangent, row_weights = jax.tree.map(hopper.first_order, (projections, cotangent, row_weights))
+    projections, cotangent, row_weights = jax.tree.map(
+        hopper.first_order_quantized, (projections, cotangent, row_weights)
+    )
     facts, blocks = float8_quantize.blocks_of_groups(group_sizes, cotangent.shape[0])
     width = projections[0].shape[1]
     by, right = _both(cotangent, None if of_last is None else facts, cotangent)
