@@ -149,6 +149,7 @@ class Ordered:
       rows: the rows again, as columns, as `order_pairs` makes them: int32 `[blocks, group, block / group * slots]`.
       made: int32 `[N]`, how many of the first blocks of each `N`-th part of them there are.
       expected: int32 `[R]` at least, records that arrive from each rank. staging_rows: rows of staging.
+      few: of few tokens, for which a table of visits would cost XLA more time than the steps gain by it.
     """
 
     columns: Columns
@@ -157,6 +158,7 @@ class Ordered:
     made: jax.Array
     expected: jax.Array
     staging_rows: int
+    few: bool = True
 
 
 def counted(mask: jax.Array) -> jax.Array:

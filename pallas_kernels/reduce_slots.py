@@ -364,6 +364,12 @@ def pairs_beside(block: int) -> int:
     return min(pairs_at_once(block), 16)
 
 
+def in_order(pairs: Pairs, launch: Launch) -> Ordered:
+    """Orders pairs for `reduce_slots` with this launch."""
+    made = order_pairs(pairs.rows, pairs.peer, pairs.address, pairs_beside(launch.block), launch=launch)
+    return Ordered(*made, pairs.expected, pairs.staging_rows, few=False)
+
+
 def reduce_slots(
     y: jax.Array,
     pairs: Pairs | Ordered,
@@ -401,11 +407,8 @@ def reduce_slots(
     if y.dtype.itemsize == 2 and launch.interpret:
         y = _pair_words(y)
     group = pairs_at_once(launch.block)
-    if isinstance(pairs, Ordered):
-        columns, tables, ordered, made = pairs.columns, pairs.tables, pairs.rows, pairs.made
-    else:
-        beside = pairs_beside(launch.block)
-        columns, tables, ordered, made = order_pairs(pairs.rows, pairs.peer, pairs.address, beside, launch=launch)
+    pairs = pairs if isinstance(pairs, Ordered) else in_order(pairs, launch)
+    columns, tables, ordered, made = pairs.columns, pairs.tables, pairs.rows, pairs.made
     slots = columns.slots
     blocks = ordered.shape[0]
     made = made.reshape(cores, -1)
@@ -417,8 +420,7 @@ def reduce_slots(
         if cores > 1:  # all ranks send to this one from the same core
             expected = jnp.where(jnp.arange(cores)[:, None] == lax.div(rank, ranks), expected, 0)
     turns = jnp.max(count)
-    # of few tokens' pairs, which come ordered, a table would cost XLA more time than the steps gain by it
-    table = cores > 1 or not isinstance(pairs, Ordered)
+    table = cores > 1 or not pairs.few
     visits, count = (_table(made, first, blocks), count) if table else (first, made[0])
 
     def visited(core: Any, turn: Any, expected: Any, zero: Any, visits: Any, count: Any) -> Any:

@@ -97,7 +97,7 @@ class RowsInHalves(KernelConfig):
 @dataclasses.dataclass(frozen=True)
 class RowsLater(RowsInHalves):
     """Tuning of a dispatch whose rows `experts.waves` brings, and of the combine behind these experts. The dispatch
-    makes all other results, and rows that nothing may read.
+    makes all other results but their router weights, and rows and weights that nothing may read.
 
     Attributes:
       row_wire: the `Wire` of the rows.

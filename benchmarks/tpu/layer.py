@@ -17,6 +17,7 @@ import itertools
 import json
 import pathlib
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -189,8 +190,8 @@ def one_row(topology: str, program: str, matmul: str, seed: int, folder: str) ->
     ici = ici_bytes(own, devices, seed)
     order = tpu_layer_programs.scheduled(compiled.text) if own else []
     by_weight = [grid.window for grid in compiled.grids if grid.kernel == tpu_bundles.BY_WEIGHT]
-    waves = waves_of(devices, seed, tokens=WHOLE_DISPATCH not in order) if own else ()
-    schedule = timeline(order, counted, grouped, by_weight, *waves) if own else []
+    waves = waves_of(generation, devices, seed, tokens=WHOLE_DISPATCH not in order) if own else []
+    schedule = timeline(order, counted, grouped, by_weight, waves) if own else []
     return {
         "topology": topology,
         "devices": devices,
@@ -351,19 +352,22 @@ class Waves(NamedTuple):
 
     Attributes:
       rows: which part of a rank's rows each window has. carried: which part of the exchange each wave carries.
-      buffer: records in the buffer from which the waves leave, if they go home; else 0.
+      buffer: records in the buffer from which the waves leave. home: they are sums that go home.
     """
 
     rows: list[float]
     carried: list[float]
-    buffer: int = 0
+    buffer: int
+    home: bool = False
 
 
-def waves_of(devices: int, seed: int, *, tokens: bool) -> tuple[Waves, list[Waves]]:
-    """Returns the waves of our layer: of the outputs; and of rows that come, of `tokens` if they come in waves, then of
-    cotangents. A record comes with its token's first row on a rank, and a sum goes home with the last."""
+def waves_of(generation: str, devices: int, seed: int, *, tokens: bool) -> list[Waves]:
+    """Returns the waves of our layer, in the order of the program: of rows that come, if `tokens` come in waves; each
+    one of the outputs; of cotangents, of which the last window has two; and each one of the rows' gradient. A record
+    comes with its token's first row on a rank, and a sum goes home with the last."""
     from benchmarks.tpu import layer_programs as tpu_layer_programs
     from xen_moe_jax._spec import Spec
+    from xen_moe_jax.backends.pallas import plan
     from xen_moe_jax.experts import waves
 
     capacity = tpu_layer_programs.capacity(tpu_layer_programs.workload(devices, TOKENS, SIZES))
@@ -373,17 +377,21 @@ def waves_of(devices: int, seed: int, *, tokens: bool) -> tuple[Waves, list[Wave
     idx = idx[:, : SIZES["top_k"]]
     rows, here, fraction = TOKENS * SIZES["top_k"], idx < local, rng.random(8 * TOKENS)
 
-    def waves_in(cut: list[tuple[int, int]], back: bool) -> Waves:
+    def parts(cut: list[tuple[int, int]], back: bool) -> tuple[list[float], list[float]]:
         ends = np.array([min(end, rows) for _, end in cut]) / rows
         expert = np.where(here, idx, -1).max(1) if back else idx.min(1)
         place = np.sort((expert + fraction)[here.any(1)])
         carried = np.diff(np.searchsorted(place, ends * local), prepend=0) / len(place)
-        buffer = waves.areas(cut)[-1] if back else 0
-        return Waves(np.diff(ends, prepend=0).tolist(), [round(float(part), 4) for part in carried], buffer)
+        return np.diff(ends, prepend=0).tolist(), [round(float(part), 4) for part in carried]
 
-    forward = waves.windows(spec, back=True, both=tokens)
-    coming = [waves_in(cut, False) for cut in [forward] * tokens + [waves.windows(spec)]]
-    return waves_in(forward, True), coming
+    def home(cut: list[tuple[int, int]], buffers: list[int]) -> list[Waves]:
+        return [Waves([n], [part], room, home=True) for n, part, room in zip(*parts(cut, True), buffers, strict=True)]
+
+    come = Waves(*parts(waves.windows(spec, back=True, both=True), False), plan.combine_staging_rows(spec))
+    forward, back = waves.windows(spec, back=True, both=tokens), waves.ways_back(spec, generation)
+    buffers = [*waves.rooms(back, spec)[:-1], plan.dispatch_staging_rows(spec)]
+    cotangents = come._replace(rows=parts(waves.windows(spec), False)[0])
+    return [*[come] * tokens, *home(forward, waves.rooms(forward, spec)), cotangents, *home(back, buffers)]
 
 
 def timeline(
@@ -391,8 +399,7 @@ def timeline(
     counted: dict[str, float],
     grouped: dict[str, list[float]],
     by_weight: list[int],
-    outputs: Waves,
-    coming: list[Waves],
+    waves: Sequence[Waves],
 ) -> list[tuple[str, float]]:
     """Returns what a program does, step by step: ("core", cycles of kernels), ("start", the part of an exchange that
     leaves), ("done", number of the start that is waited for), or ("sends", cycles of a kernel that sends an exchange
@@ -400,7 +407,7 @@ def timeline(
 
     Args:
       order: the kernels of the program. counted: cycles of all calls of a kernel. grouped: of each call, as traced.
-      by_weight: rows of each gradient by weights, as traced. outputs, coming: as of `waves_of`.
+      by_weight: rows of each gradient by weights, as traced. waves: as of `waves_of`.
     """
     every = collections.Counter(name.split()[0] for name in order)
     each = {name: list(found) for name, found in grouped.items() if name != tpu_bundles.BY_WEIGHT}
@@ -409,21 +416,21 @@ def timeline(
     for name, found in each.items():
         if len(found) != order.count(name):
             raise ValueError(f"{name}: {order.count(name)} calls in the program, {len(found)} were traced")
-    starts = [name for name in order if name.startswith("xen_moe_start")]
-    home = f"xen_moe_start {outputs.buffer}"
-    in_waves = home in starts
-    carried = [part for waves in coming for part in waves.carried] * in_waves
-    parts = {True: list(outputs.carried), False: [*carried, *[1.0] * len(starts)]}  # of those behind the waves, all
-    if in_waves:  # of the windows of both passes; the sums of the rows' gradient are behind them
-        windows = [[1.0], *(waves.rows for waves in coming)][-2:]
+    parts: dict[str, list[float]] = collections.defaultdict(list)  # of the waves that leave from a buffer
+    for wave in waves:
+        parts[f"xen_moe_start {wave.buffer}"] += wave.carried
+    if not parts or not parts.keys() <= set(order):  # a wave is a whole exchange, and no window has a part of a kernel
+        waves, parts = [], collections.defaultdict(list)
+    else:
+        windows = [[1.0], *(wave.rows for wave in waves if not wave.home)][-2:]  # of both passes
         each["xen_moe_place"] = [counted["xen_moe_place"] / 2 * n for rows in windows for n in rows]
         sums = counted["xen_moe_reduce_slots_local"] / 2
-        each["xen_moe_reduce_slots_local"] = [*(sums * n for n in outputs.rows), sums]
+        each["xen_moe_reduce_slots_local"] = [sums * n for wave in waves if wave.home for n in wave.rows]
     steps: list[tuple[str, float]] = []
     for name in order:
         kernel, _, number = name.partition(" ")
         if kernel == "xen_moe_start":
-            steps.append(("start", parts[name == home].pop(0)))
+            steps.append(("start", parts[name].pop(0) if parts[name] else 1.0))
         elif kernel == "xen_moe_done":
             steps.append(("done", int(number)))
         elif kernel in layer_floor.SENDING:

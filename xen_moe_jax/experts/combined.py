@@ -72,7 +72,11 @@ class Return:
 
 
 def experts_and_combine(
-    function: ExpertFunction, weights: mlp.Weights, routed: Routed, back: Return, tokens: jax.Array | None = None
+    function: ExpertFunction,
+    weights: mlp.Weights,
+    routed: Routed,
+    back: Return,
+    tokens: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """Returns `[T, H]`: the experts' outputs for the rows of `routed`, added up for each token.
 
@@ -80,7 +84,7 @@ def experts_and_combine(
       weights: of this rank's experts or slots, by name, as in `mlp.grouped_experts`.
       back: how the outputs go home.
       tokens: `[T, H]` or `[..., H]`, whose rows `routed` has, by a dispatch with the gradient wire and the config of
-        `back`; None where they are quantized, or where `routed` was made in another way.
+        `back`, and their router weights; None where they are quantized, or where `routed` was made in another way.
     """
     by_rows = function.apply_weights_to == "rows"
     if by_hopper(function, routed.x, weights):
@@ -328,11 +332,11 @@ def _run_on_tpu(
     step: _Step, rows: Any, row_weights: Any, first: Any, last: Any, sizes: Any, handle: Any, tokens: Any
 ) -> Any:
     """The value of `_run`. With tokens `[T, H]` its derivative is that by the tokens in place of that by their rows;
-    `tokens` may be None."""
+    `tokens`, a pair with their router weights, may be None. The derivative by these is that by `row_weights`."""
     return _value_on_tpu(step, False, rows, row_weights, first, last, sizes, handle, tokens)[0]
 
 
-def _value_on_tpu(step: _Step, keep: bool, *operands: Any) -> tuple[Any, Any, list[Any]]:
+def _value_on_tpu(step: _Step, keep: bool, *operands: Any) -> tuple[Any, waves.Kept, list[Any]]:
     """Returns the value of `_run_on_tpu`, the rows, and with `keep` the projections, else none."""
     rows, row_weights, first, last, sizes, handle, tokens = operands
     weights, _ = mlp.weights_and_biases(step.function, first)
@@ -354,7 +358,7 @@ def _value_on_tpu(step: _Step, keep: bool, *operands: Any) -> tuple[Any, Any, li
         )
     inner, projections = on_tpu.activated_and_products(rows, weights, sizes, activation, keep=keep)
     y = on_tpu.product_in_halves(inner, last["down"], sizes) if step.halves else step.outer(inner, last, sizes)
-    return step.home(y, handle, row_weights), rows, projections
+    return step.home(y, handle, row_weights), waves.Kept(rows, row_weights, []), projections
 
 
 def _forward_on_tpu(
@@ -362,23 +366,24 @@ def _forward_on_tpu(
 ) -> tuple[Any, Any]:
     operands = rows, row_weights, first, last, tokens
     rows, row_weights, first, last, tokens = jax.tree.map(hopper.first_order, operands)
-    out, rows, projections = _value_on_tpu(step, True, rows, row_weights, first, last, sizes, handle, tokens)
-    return out, (projections, rows, row_weights, first, last, sizes, handle, _Given(tokens is not None))
+    out, kept, projections = _value_on_tpu(step, True, rows, row_weights, first, last, sizes, handle, tokens)
+    return out, (projections, kept, first, last, sizes, handle, _Given(tokens is not None))
 
 
-def _backward_on_tpu(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
-    projections, rows, row_weights, first, last, sizes, handle, given = kept
+def _backward_on_tpu(step: _Step, residuals: Any, cotangent: Any) -> tuple[Any, ...]:
+    projections, kept, first, last, sizes, handle, given = residuals
+    rows, row_weights, tables = kept
     projections, row_weights, cotangent = jax.tree.map(hopper.first_order, (projections, row_weights, cotangent))
     weights, _ = mlp.weights_and_biases(step.function, first)
     activation = mlp.in_kernels(step.function)
-    waved = given.tokens and step.in_waves(handle)
-    if waved:
-        by_rows, by_projections, by_down, by_row_weights = waves.gradients(
+    by_routed: tuple[Any, Any]  # the gradients by the rows and by the tokens
+    if given.tokens and step.in_waves(handle):
+        by_tokens, by_weights, by_down, by_row_weights = waves.gradients(
             cotangent,
+            waves.Kept(rows, row_weights, tables),
             weights,
             last["down"],
             projections,
-            row_weights,
             sizes,
             handle,
             activation,
@@ -386,6 +391,7 @@ def _backward_on_tpu(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
             wire=parse_wire(step.back.gradient_wire),
             config=step.back.config or KernelConfig(),
         )
+        by_routed = None, (by_tokens, None)
     else:
         by_output = step.back.transposed(cotangent, handle)
         by_projections, weighted, by_row_weights = on_tpu.behind_activation(
@@ -396,19 +402,15 @@ def _backward_on_tpu(step: _Step, kept: Any, cotangent: Any) -> tuple[Any, ...]:
         by_down, sizes = order(by_down, sizes)
         by_rows = on_tpu.by_rows(weights, sizes, by_projections, on_tpu.DEFAULT, halves=step.halves)
 
-    def gradients(rows: Any, by_projections: Any, *last: Any) -> list[Any]:
-        return [*(on_tpu.by_weight(rows, sizes, by, on_tpu.DEFAULT) for by in by_projections), *last]
+        def gradients(rows: Any, by_projections: Any) -> list[Any]:
+            return [on_tpu.by_weight(rows, sizes, by, on_tpu.DEFAULT) for by in by_projections]
 
-    by_routed: tuple[Any, Any]  # the gradients by the rows and by the tokens
-    if given.tokens:
-        flight = step.back.started(by_rows, handle)
-        # in waves the last window's part of the gradient by `down` may be computed beside the flight, too
-        flight, by_weights = overlap(flight, gradients, rows, by_projections, *[by_down] * waved)
-        by_down = by_weights.pop() if waved else by_down
-        by_routed = None, combine_done(flight)
-    else:
-        by_weights = gradients(rows, by_projections)
-        by_routed = by_rows, None
+        if given.tokens:
+            flight, by_weights = overlap(step.back.started(by_rows, handle), gradients, rows, by_projections)
+            by_routed = None, (combine_done(flight), None)
+        else:
+            by_weights = gradients(rows, by_projections)
+            by_routed = by_rows, None
     by_first = dict(zip(mlp.projection_names(step.function), by_weights, strict=True))
     return by_routed[0], by_row_weights, by_first, {"down": by_down}, None, None, by_routed[1]
 

@@ -12,6 +12,7 @@ from xen_moe_jax import _layout
 from xen_moe_jax._spec import Spec
 from xen_moe_jax.backends.pallas import plan, tables
 from xen_moe_jax.experts import waves
+from xen_moe_jax.pallas_kernels import exchange
 
 RANKS, TOKENS, EXPERTS, TOP_K = 4, 24, 8, 3
 
@@ -70,8 +71,7 @@ def test_records_of_a_wave_lie_side_by_side_at_both_ends(capacity, back):
         del idx
         first = jnp.min(jnp.where(positions >= 0, positions, capacity), axis=-1)
         row = jnp.max(positions, axis=-1) if back else jnp.where(first < capacity, first, -1)
-        found = waves.waves_of(row, cut, spec, back=back)
-        return found._replace(runs=[run._asdict() for run in found.runs])
+        return waves.waves_of(row, cut, spec, back=back)
 
     positions, found = planned(tables_of, capacity)
     some = (positions >= 0).any(-1)
@@ -80,7 +80,8 @@ def test_records_of_a_wave_lie_side_by_side_at_both_ends(capacity, back):
     assert (found.wave == wave).all() and (found.wanted == wave.swapaxes(0, 1)).all()
     leave, arrive = (found.here, found.there) if back else (found.there, found.here)
     sent = wave if back else wave.swapaxes(0, 1)
-    for number, run in enumerate(found.runs):
+    for number, arrays in enumerate(found.runs.transpose(1, 2, 0, 3)):
+        run = dict(zip(exchange.Runs._fields[2:], arrays, strict=True))
         for rank in range(RANKS):
             for peer in range(RANKS):
                 tokens = np.flatnonzero(sent[rank, peer] == number)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.interpreters import partial_eval as pe
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
@@ -72,9 +73,11 @@ CASES = [
     pytest.param("eager", 2, 128, 512, jnp.float32, None, 1, False, marks=pytest.mark.slow),
     pytest.param("on_wait", 4, 96, 256, jnp.bfloat16, None, 2, False, marks=pytest.mark.slow),
     pytest.param("eager", 4, 96, 256, jnp.bfloat16, "float8_e4m3fn", 1, True, marks=pytest.mark.slow),
+    pytest.param("on_wait", 2, 224, 1024, jnp.bfloat16, None, 1, True, marks=pytest.mark.slow),
     ("eager", 2, 128, 512, jnp.bfloat16, None, 1, True),
 ]
-"""Ranks with room for 256 rows drop some. A wire with a dtype of its own has other records than sums that go home."""
+"""Ranks with room for 256 rows drop some. A wire with a dtype of its own has other records than sums that go home. Of
+224 tokens some windows have two waves."""
 
 
 @pytest.mark.parametrize(("mode", "ranks", "tokens", "capacity", "dtype", "wire", "cores", "halves"), CASES)
@@ -83,8 +86,9 @@ def test_waves_have_the_bits_of_whole_operations(
 ):
     small = dataclasses.replace(hardware.SMALLEST, cores=cores)
     monkeypatch.setattr(hardware, "SMALLEST", small)
-    if halves:
+    if halves:  # and the rows' gradient goes home in two waves
         monkeypatch.setattr(hardware, "HALVES", (small.name,))
+        monkeypatch.setattr(waves, "TWO_WAVES", {small.name: 2})
     params = pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True)
     config = xm.KernelConfig(backend="pallas", interpret=params, mode="throughput")
     got, dropped, in_waves = gradients(config, ranks, tokens, capacity, dtype, wire, monkeypatch)
@@ -109,3 +113,25 @@ def test_indices_without_dimensions_are_refused_by_the_dispatch(mesh4):
 
     with pytest.raises(ValueError, match=r"dispatch: topk_idx has shape \(\): must be \[T, K\]"):
         jax.eval_shape(jax.shard_map(layer, mesh=mesh4, in_specs=(), out_specs=P("ep"), check_vma=False))
+
+
+def test_frozen_experts_have_no_gradients_by_their_projections():
+    config = xm.KernelConfig(backend="pallas", mode="throughput")
+    x, weight = jnp.zeros((512, HIDDEN), jnp.bfloat16), jnp.zeros((4, HIDDEN, WIDTH), jnp.bfloat16)
+    mesh = jax.make_mesh((4,), ("ep",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(x, gate, up):
+        def layer(x, idx, gate, up):
+            down = jnp.swapaxes(up, 1, 2)
+            return xm.moe_mlp(
+                x, idx, None, gate, up, down, num_experts=4, axis_name="ep", capacity=512, config=config
+            )  # fmt: skip
+
+        idx = jnp.tile(jnp.arange(TOP_K, dtype=jnp.int32), (512, 1))
+        mapped = jax.shard_map(layer, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+        return jnp.sum(mapped(x, idx, gate, up))
+
+    for trained, wanted in (((0,), (False, False)), ((0, 1), (True, False)), ((0, 1, 2), (True, True))):
+        jaxpr = jax.make_jaxpr(jax.grad(loss, trained))(x, weight, weight).jaxpr
+        used, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+        assert f"wanted={wanted}" in str(used), trained

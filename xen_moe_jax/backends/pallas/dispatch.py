@@ -4,8 +4,6 @@ DMA.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -45,8 +43,9 @@ def dispatch(
             return (*with_scales(placed), *known)
     topk_idx = _layout.sanitize(topk_idx, spec.num_experts)
     if isinstance(config, RowsLater):
-        known, _ = numbers_of_rows(topk_idx, topk_weights, False, spec, config)
-        return (*with_scales((jnp.zeros((*spec.row_dims, x.shape[1]), x.dtype),)), *known)
+        positions, recv_counts = tables.positions_of(topk_idx, spec)
+        none = with_scales((jnp.zeros((*spec.row_dims, x.shape[1]), x.dtype),))
+        return (*none, positions, recv_counts, jnp.zeros(spec.weights_shape, jnp.float32), topk_idx)
     if headers.used(spec):
         return _dispatch_with_headers(call, x, sent_scales, topk_idx, topk_weights)
     known, todo, source = routing(topk_idx, topk_weights, spec, config)
@@ -107,22 +106,13 @@ def routing(
     """
     if spec.layout == "ranked":
         return _ranked_routing(topk_idx, topk_weights, spec)
-    known, (todo, source) = numbers_of_rows(topk_idx, topk_weights, True, spec, config)
-    return known, todo, source
-
-
-def numbers_of_rows(
-    topk_idx: jax.Array, topk_weights: jax.Array, planned: bool, spec: Spec, config: KernelConfig
-) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
-    """Returns the results of `routing` in the grouped and padded layouts: the first one, and with `planned` the plan
-    and the records of rows."""
     positions, recv_counts = tables.positions_of(topk_idx, spec)
-    todo = plan.dispatch_plan(topk_idx, positions, spec) if planned else None
+    todo = plan.dispatch_plan(topk_idx, positions, spec)
     bits = lax.bitcast_convert_type(topk_weights.astype(jnp.float32), jnp.int32)
-    values = [(lax.all_gather(bits, spec.axis_name), 0), *([(todo.staged, -1)] if todo else [])]
-    weights, *source = tables.scattered(positions, values, recv_counts, spec, config)
+    values = [(tables.of_all_ranks(bits, spec), 0), (todo.staged, -1)]
+    weights, source = tables.scattered(positions, values, recv_counts, spec, config)
     weights = lax.bitcast_convert_type(weights, jnp.float32).reshape(spec.row_dims)
-    return (positions, recv_counts, weights, topk_idx), (todo, *source)
+    return (positions, recv_counts, weights, topk_idx), todo, source
 
 
 def _ranked_routing(

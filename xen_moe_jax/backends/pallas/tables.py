@@ -60,12 +60,18 @@ def order_within_bins(bins: jax.Array, num_bins: int) -> tuple[jax.Array, jax.Ar
     return order.among(), order.counts
 
 
+def of_all_ranks(slots: jax.Array, spec: Spec) -> jax.Array:
+    """Returns `slots [T, K]` of all ranks, `[R, T, K]`, which lie in memory with tokens side by side: other operations
+    want them so, and would copy them."""
+    return jnp.swapaxes(lax.all_gather(slots.T, spec.axis_name), 1, 2)
+
+
 def positions_of(topk_idx: jax.Array, spec: Spec) -> tuple[jax.Array, jax.Array]:
     """Positions `[R, T, K]` and counts `[R, L]` of a grouped or padded dispatch (docs/design/internals.md)."""
     local, ranks = spec.local_experts, spec.num_ranks
     rank = lax.axis_index(spec.axis_name)
     order, counts = order_within_bins(topk_idx.reshape(-1), spec.num_experts)
-    idx, order = (lax.all_gather(a.reshape(topk_idx.shape), spec.axis_name) for a in (topk_idx, order))
+    idx, order = (of_all_ranks(a.reshape(topk_idx.shape), spec) for a in (topk_idx, order))
     counts = jnp.pad(counts, (0, local * ranks - spec.num_experts)).reshape(ranks, local)
     recv_counts = lax.all_to_all(counts, spec.axis_name, 0, 0, tiled=True)
 
