@@ -120,7 +120,11 @@ thread_local Block* block = nullptr;
 // Dynamic shared memory, and where addresses count from.
 alignas(256) thread_local char shared_window[kMostShared + 512];
 
-thread_local std::vector<Stack*> stacks;  // of this host thread, that no thread of a block runs on
+// No thread of a block runs on these. A host thread keeps none between two blocks: there may be hundreds of host
+// threads, each stack is two of the 65,530 mappings that Linux gives a process, and few blocks run at one time.
+std::mutex stacks_mutex;
+std::vector<Stack*>& idle_stacks = *new std::vector<Stack*>;  // blocks may run until the process has ended
+thread_local std::vector<Stack*> stacks;                      // of this block
 
 void GiveWay(State state) {
   Fiber& fiber = block->fibers[block->current];
@@ -196,6 +200,19 @@ void Resume(Block& b, int thread) {
   EmulatorSwitch(&b.scheduler, &fiber.stack->context);
 }
 
+void TakeStacks(size_t count) {
+  std::lock_guard<std::mutex> lock(stacks_mutex);
+  const auto first = idle_stacks.end() - std::min(count, idle_stacks.size());
+  stacks.assign(first, idle_stacks.end());
+  idle_stacks.erase(first, idle_stacks.end());
+}
+
+void ReturnStacks() {
+  std::lock_guard<std::mutex> lock(stacks_mutex);
+  idle_stacks.insert(idle_stacks.end(), stacks.begin(), stacks.end());
+  stacks.clear();
+}
+
 }  // namespace
 
 void RunBlock(dim3 grid, unsigned index, dim3 threads, const std::function<void()>& body, unsigned seed) {
@@ -209,6 +226,7 @@ void RunBlock(dim3 grid, unsigned index, dim3 threads, const std::function<void(
   b.body = &body;
   b.random.seed(seed);
   block = &b;
+  TakeStacks(count);
   gridDim = grid, blockDim = threads;
   blockIdx = {index, 0, 0};
   std::memset(shared_window, 0xA5, 4096);  // unwritten memory holds arbitrary values
@@ -244,6 +262,7 @@ void RunBlock(dim3 grid, unsigned index, dim3 threads, const std::function<void(
       std::this_thread::sleep_for(std::chrono::microseconds(std::min(20 << std::min((idle - 8) / 8, 4), 320)));
     }
   }
+  ReturnStacks();
   block = nullptr;
 }
 
