@@ -240,12 +240,9 @@ def test_forward_mode_and_second_derivatives(mesh4):
     x, idx, weights, experts = operands(case)
     layer = on_ranks(mesh4, functools.partial(call, case, grouped_matmul="ragged_dot", return_info=True))
     rng = np.random.default_rng(3)
-    given = (
-        (x, experts),
-        jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(np.float32), (x, experts)),
-        idx,
-        weights,
-    )
+    point = x, experts
+    direction = jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(np.float32), point)
+    given = point, direction, idx, weights
 
     def product(moe, at, direction, idx, weights):
         def loss(at):
