@@ -217,8 +217,7 @@ def moe_mlp(
                     spec = Spec(*axes, num_experts, count, top_k, layout, int(capacity or 0), alignment)
                     config = config_for_waves(config, spec, wire, active, combine_wire, gradient_wire)
             routed = dispatch(x, topk_idx, topk_weights, **routing, **sending, config=config)
-            factors = jnp.ones(topk_idx.shape) if topk_weights is None else topk_weights
-            tokens = None if isinstance(x, BlockScaled) else (x, factors.astype(jnp.float32))
+            tokens = None if isinstance(x, BlockScaled) else (x, topk_weights)
         else:
             tokens = None
             del sending["wire"], sending["gradient_wire"]

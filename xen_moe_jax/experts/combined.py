@@ -76,7 +76,7 @@ def experts_and_combine(
     weights: mlp.Weights,
     routed: Routed,
     back: Return,
-    tokens: tuple[jax.Array, jax.Array] | None = None,
+    tokens: tuple[jax.Array, jax.Array | None] | None = None,
 ) -> jax.Array:
     """Returns `[T, H]`: the experts' outputs for the rows of `routed`, added up for each token.
 
@@ -84,7 +84,8 @@ def experts_and_combine(
       weights: of this rank's experts or slots, by name, as in `mlp.grouped_experts`.
       back: how the outputs go home.
       tokens: `[T, H]` or `[..., H]`, whose rows `routed` has, by a dispatch with the gradient wire and the config of
-        `back`, and their router weights; None where they are quantized, or where `routed` was made in another way.
+        `back`, and their router weights, or None for ones; None where the tokens are quantized, or where `routed` was
+        made in another way.
     """
     by_rows = function.apply_weights_to == "rows"
     if by_hopper(function, routed.x, weights):
@@ -337,7 +338,8 @@ def _run_on_tpu(
 
 
 def _value_on_tpu(step: _Step, keep: bool, *operands: Any) -> tuple[Any, waves.Kept, list[Any]]:
-    """Returns the value of `_run_on_tpu`, the rows, and with `keep` the projections, else none."""
+    """Returns the value of `_run_on_tpu`, what its backward pass reads of the rows, and with `keep` the projections,
+    else none."""
     rows, row_weights, first, last, sizes, handle, tokens = operands
     weights, _ = mlp.weights_and_biases(step.function, first)
     activation = mlp.in_kernels(step.function)
@@ -372,7 +374,7 @@ def _forward_on_tpu(
 
 def _backward_on_tpu(step: _Step, residuals: Any, cotangent: Any) -> tuple[Any, ...]:
     projections, kept, first, last, sizes, handle, given = residuals
-    rows, row_weights, tables = kept
+    rows, row_weights, _ = kept
     projections, row_weights, cotangent = jax.tree.map(hopper.first_order, (projections, row_weights, cotangent))
     weights, _ = mlp.weights_and_biases(step.function, first)
     activation = mlp.in_kernels(step.function)
@@ -380,7 +382,7 @@ def _backward_on_tpu(step: _Step, residuals: Any, cotangent: Any) -> tuple[Any, 
     if given.tokens and step.in_waves(handle):
         by_tokens, by_weights, by_down, by_row_weights = waves.gradients(
             cotangent,
-            waves.Kept(rows, row_weights, tables),
+            kept._replace(row_weights=row_weights),
             weights,
             last["down"],
             projections,

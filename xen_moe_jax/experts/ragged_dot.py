@@ -36,13 +36,13 @@ def _vmap_of_ragged_dot(axis_data: Any, operands: Any, dims: Any, **params: Any)
 
 def _transpose_of_ragged_dot(ct: Any, x: Any, y: Any, group_sizes: Any, **params: Any) -> tuple[Any, Any, None]:
     """Transposition rule of a ragged dot. JAX has one for the product of rows and weights alone. This one is for the
-    gradient of its weights, too: `out[g] = x[rows of g].T @ y[rows of g]`, with both operands `[C, ...]`."""
+    gradient of its weights, too: `out[g] = x[rows of g].T @ y[rows of g]`, with both operands `[C, ...]`. Others are
+    left to JAX, which says what is missing."""
     numbers = params["ragged_dot_dimension_numbers"]
-    ((x_contracted, y_contracted), batched) = numbers.dot_dimension_numbers
-    if tuple(numbers.lhs_ragged_dimensions) != tuple(x_contracted):
+    contracted, batched = numbers.dot_dimension_numbers
+    rows_by_rows = all(tuple(axes) == (0,) for axes in (numbers.lhs_ragged_dimensions, *contracted))
+    if not rows_by_rows or any(batched) or ct.ndim != 3:
         return _transposed_product(ct, x, y, group_sizes, **params)
-    if tuple(x_contracted) != (0,) or tuple(y_contracted) != (0,) or any(batched) or ct.ndim != 3:
-        return _transposed_product(ct, x, y, group_sizes, **params)  # which says what is missing
     other, weights, operand = (y, jnp.swapaxes(ct, 1, 2), x) if ad.is_undefined_primal(x) else (x, ct, y)
     out = jax.lax.ragged_dot(other, weights.astype(other.dtype), group_sizes, precision=params["precision"])
     out = out.astype(operand.aval.dtype)

@@ -367,7 +367,11 @@ class _Going:
 
 
 class Kept(NamedTuple):
-    """Of the forward pass: rows `[C, H]`, their router weights, and `_Coming.tables`, which may be empty."""
+    """Holds what the backward pass reads of the rows.
+
+    Attributes:
+      rows: `[C, H]`. row_weights: `[C]`, their router weights. tables: of `_Coming`; none where rows come all at once.
+    """
 
     rows: jax.Array
     row_weights: jax.Array
@@ -376,7 +380,7 @@ class Kept(NamedTuple):
 
 def value(
     rows: jax.Array,
-    tokens: tuple[jax.Array, jax.Array],
+    tokens: tuple[jax.Array, jax.Array | None],
     first: Sequence[jax.Array],
     last: jax.Array,
     row_weights: jax.Array,
@@ -396,12 +400,14 @@ def value(
     go home. Without `keep` they are not returned.
 
     Args:
-      tokens: and their router weights. first, last, halves: as of `gradients`.
+      tokens: and their router weights, or None for ones. first, last, halves: as of `gradients`.
     """
     later = isinstance(config, RowsLater)
     given = [rows, row_weights]
     if later:
-        given = [a.reshape(-1, a.shape[-1]) for a in tokens]
+        x, factors = tokens
+        factors = jnp.ones(handle.topk_idx.shape, jnp.float32) if factors is None else factors.astype(jnp.float32)
+        given = [a.reshape(-1, a.shape[-1]) for a in (x, factors)]
     out, *found = _value_p.bind(
         *given, last, group_sizes, handle.topk_idx, handle.positions, handle.recv_counts, *first,
         activation=activation, keep=keep, halves=halves, spec=handle.spec, wire=wire, config=config,
