@@ -158,6 +158,23 @@ def test_tick_returns_its_value_and_ticks_in_loops():
     assert watcher.ticks == 5 and int(got["n"]) == 5
 
 
+def test_gradients_and_explicit_shardings_pass_a_tick():
+    watcher = xt.Watcher()
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        for spec in (jax.P("x"), jax.P(None, "x")):
+            x = jax.device_put(jnp.arange(8.0).reshape(2, 4), spec)
+
+            def loss(x):
+                return jnp.sum(xt.tick(x * x, watcher, x[0, 0], data=x))
+
+            value, gradient = jax.jit(jax.value_and_grad(loss))(x)
+            np.testing.assert_array_equal(np.asarray(gradient), 2 * np.asarray(x))
+            assert float(value) == float((x * x).sum())
+    watcher.wait(2, timeout=10)
+    assert float(jax.jvp(lambda x: xt.tick(x * x, watcher), (3.0,), (1.0,))[1]) == 6.0
+
+
 def test_a_tick_without_a_cpu_device_is_an_error_when_the_program_is_made(monkeypatch):
     """JAX_PLATFORMS=cuda gives this case: an error in the middle of a run would leave the other devices waiting."""
 

@@ -72,13 +72,14 @@ def tick(y, watcher: Watcher, index: jax.typing.ArrayLike = 0, data=None):
         index: passed to the callback: a layer's number, may be traced.
         data: pytree of arrays that the callback gets as NumPy arrays (one copy to the host), computed by then, too.
 
-    Inside `shard_map` every device ticks. No gradient passes through `index` and `data`. Raises `TransferRefused` where
-    JAX has no CPU device: it hands `data` over on one, also on GPUs.
+    Inside `shard_map` every device ticks. Gradients pass through `y` as if there were no tick, and none through `index`
+    and `data`. Raises `TransferRefused` where JAX has no CPU device: it hands `data` over on one, also on GPUs.
     """
     _check_callbacks()
     y, data = jax.lax.optimization_barrier((y, data))
-    done = [jnp.ravel(leaf)[:1] for leaf in jax.tree.leaves(y)]
-    io_callback(watcher.on_tick, None, jnp.asarray(index), jax.lax.stop_gradient(data), done, ordered=False)
+    done = [leaf[(slice(1),) * leaf.ndim] for leaf in jax.tree.leaves(y)]
+    told = jax.lax.stop_gradient((jnp.asarray(index), data, done))  # JAX has no derivative of a callback.
+    io_callback(watcher.on_tick, None, *told, ordered=False)
     return y
 
 
