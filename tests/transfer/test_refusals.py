@@ -11,7 +11,7 @@ import pytest
 
 import xen_moe_jax.transfer as xt
 from tests.transfer.transfer_sides import slow_source
-from xen_moe_jax.transfer import _ucp
+from xen_moe_jax.transfer import _memory, _ucp
 
 
 class TestWhatErrorsSay:
@@ -105,7 +105,7 @@ class TestWhatErrorsSay:
         with pytest.raises(OSError, match=r"host='127.0.0.1', port=\d+: cannot listen"):
             xt.Engine(name="second", port=engine._loop.address[1])
 
-    @pytest.mark.parametrize("dtype", [">f4", "U3", object, "M8[D]", "m8[s]", [("a", "i4")], "V4"], ids=str)
+    @pytest.mark.parametrize("dtype", [">f4", "U3", object, "M8[D]", "m8[s]", [("a", "i4")], "V4", "g", "G"], ids=str)
     def test_of_dtypes_whose_name_says_nothing_to_the_other_side(self, sides, dtype):
         """Numbers in another byte order would arrive as other numbers; behind an array of text no message arrived."""
         engine, sender, peer, _ = sides
@@ -123,6 +123,8 @@ class TestWhatErrorsSay:
                 call()
         with pytest.raises(xt.TransferRefused, match="must be a collection of peers"):
             sender.barrier(peer, 1)
+        with pytest.raises(xt.TransferTimeout, match="'here' did not come"):
+            sender.barrier((each for each in [peer]), 0.01)
         sender.send(peer, b"next", tag="")
         assert engine.recv(timeout=5) == b"next" and not peer.lost
 
@@ -136,6 +138,63 @@ class TestWhatErrorsSay:
         engine, sender, peer, _ = sides
         with pytest.raises(xt.TransferRefused, match="flat dict"):
             sender.send(peer, {"a": {"b": self.SOURCE}})
+        with pytest.raises(xt.TransferRefused, match=r"the keys \[1\] are not strings"):
+            sender.send(peer, {1: self.SOURCE, "a": self.SOURCE})
+
+    @pytest.mark.parametrize("dtype", ["int1", "uint1", "uint4", "float6_e2m3fn", "float6_e3m2fn"])
+    def test_of_elements_below_a_byte(self, sides, dtype):
+        """XLA ended the receiver's process when it was to make an array of float6."""
+        engine, sender, peer, _ = sides
+        array = np.zeros(2, dtype)
+        with pytest.raises(xt.TransferRefused, match="below one byte"):
+            sender.send(peer, array)
+        with pytest.raises(xt.TransferRefused, match="below one byte"):
+            engine.window({"odd": array})
+        with pytest.raises(xt.TransferRefused, match="below one byte"):  # as a peer could describe one
+            _memory.Block((2,), np.dtype(dtype), None)
+
+    def test_of_two_arrays_with_one_path(self, sides):
+        """One of the two was left out without a word."""
+        engine, sender, peer, _ = sides
+        tree = {"a": {"b": self.SOURCE}, "a/b": self.SOURCE}
+        calls = (
+            lambda: engine.window(tree, name="two"),
+            lambda: engine.publish("two", tree),
+            lambda: xt.plan(tree, tree),
+            lambda: sender.write(tree, peer["tree"]),
+        )
+        engine.window({"tree": {"a": {"b": self.SOURCE}}})
+        for call in calls:
+            with pytest.raises(ValueError, match="two arrays of the tree have the path 'a/b'"):
+                call()
+
+    def test_of_shardings_without_devices_and_of_other_memory(self, sides):
+        """The window was lost when its arrays could not be made at the end."""
+        engine, sender, peer, _ = sides
+        abstract = jax.NamedSharding(jax.sharding.AbstractMesh((2,), ("x",)), jax.P("x"))
+        pinned = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+        engine.publish("p", self.SOURCE)
+        for sharding, text in ((abstract, "names no devices"), (pinned, "memory_kind='pinned_host'")):
+            with pytest.raises(xt.TransferRefused, match=f"window 'w'.*{text}"):
+                engine.window(jax.ShapeDtypeStruct((4,), np.float32, sharding=sharding), name="w")
+            with pytest.raises(xt.TransferRefused, match=f"read <p.*{text}"):
+                sender.read(peer["p"], sharding=sharding)
+
+    def test_of_a_tree_without_arrays(self, sides):
+        engine, sender, peer, _ = sides
+        engine.publish("none", {})
+        assert sender.read(peer["none"]) == {}
+        with pytest.raises(xt.TransferRefused, match="no arrays to write"):
+            sender.write({}, peer["none"])
+
+    @pytest.mark.parametrize("number", [2**256, 10**5000], ids=["digits", "no text"])
+    def test_of_numbers_that_do_not_travel(self, sides, number):
+        engine, sender, peer, window = sides
+        for call in (lambda: sender.write(self.SOURCE, peer["kv"], imm=number), lambda: engine.counter(number, 1)):
+            with pytest.raises(xt.TransferRefused, match="at most 256"):
+                call()
+        sender.write(self.SOURCE, peer["kv"], imm=2**256 - 1).wait(5)
+        engine.counter(2**256 - 1, expect=1).wait(5)
 
 
 def test_no_engine_of_the_process_is_in_progress_while_another_is_taken_down(engine, monkeypatch):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 
 import xen_moe_jax.transfer as xt
 from tests.transfer.transfer_sides import content, sharding
@@ -236,3 +237,68 @@ def test_a_barrier_waits_for_the_last(engine, others):
     begun = time.monotonic()
     engine.barrier([engine.peer("b")], 10)
     assert b.result() >= begun - 1.0
+
+
+class TestOtherLayouts:
+    """JAX's arrays are row-major unless a program or the user chose another layout: peers get the same elements."""
+
+    @pytest.fixture
+    def sides(self, engine):
+        with xt.Engine(name="sender") as sender:
+            yield engine, sender, sender.connect(engine.descriptor)
+
+    @staticmethod
+    def turned(array):
+        return jax.device_put(array, Format(Layout(tuple(reversed(range(array.ndim)))), array.sharding))
+
+    def test_of_writes_and_of_their_repetition(self, sides):
+        engine, sender, peer = sides
+        window = engine.window({"a": aval((4, 3, 2), np.float32)})
+        plain = jnp.arange(24.0).reshape(4, 3, 2)
+        target = peer["a"]
+        for number, source in enumerate((self.turned(plain), plain + 1, plain + 2, self.turned(plain + 3))):
+            for pages in (([0, 1], [3, 2]), None):
+                sender.write(source, target, pages=pages, imm=number).wait(5)
+        engine.counter(3, expect=2).wait(5)
+        same(window.commit(5)["a"], np.asarray(plain + 3))
+
+    def test_of_pages(self, sides):
+        engine, sender, peer = sides
+        window = engine.window({"a": aval((4, 3), np.float32)})
+        plain = jnp.arange(12.0).reshape(4, 3)
+        sender.write(self.turned(plain), peer["a"], pages=([0, 1, 2, 3], [3, 2, 1, 0])).wait(5)
+        same(window.commit(5)["a"], np.asarray(plain)[::-1])
+
+    def test_of_shards_pushes_messages_and_published_arrays(self, sides):
+        engine, sender, peer = sides
+        split = jax.NamedSharding(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), jax.P("x"))
+        plain = jax.device_put(jnp.arange(24.0).reshape(4, 6), split)
+        source = self.turned(plain)
+        window = engine.window({"w": aval((4, 6), np.float32), "v": aval((4, 6), ml_dtypes.bfloat16)}, name="w")
+        plan = xt.plan({"w": source, "v": source}, peer["w"].layout, cast={"v": "bfloat16"})
+        xt.push({"w": source, "v": source}, plan, [peer]).wait(5)
+        got = window.commit(5)
+        same(got["w"], np.asarray(plain))
+        same(got["v"], np.asarray(plain.astype(jnp.bfloat16)))
+        sender.send(peer, {"m": source})
+        same(engine.recv(timeout=5)["m"], np.asarray(plain))
+        engine.publish("p", source)
+        same(sender.read(peer["p"]), np.asarray(plain))
+
+    def test_of_memory_beside_the_device_s_own(self, sides):
+        engine, sender, peer = sides
+        window = engine.window({"a": aval((4, 6), np.float32)})
+        plain = jnp.arange(24.0).reshape(4, 6)
+        sender.write(jax.device_put(plain, plain.sharding.with_memory_kind("pinned_host")), peer["a"]).wait(5)
+        same(window.commit(5)["a"], np.asarray(plain))
+
+
+def test_bytes_of_any_view(engine):
+    """The limit of what travels in the frame is one of bytes, and a view need not be dense."""
+    values = [memoryview(np.arange(1 << 18)), memoryview(bytes(range(256)) * 10_000)[::2]]
+    with xt.Engine(name="sender") as sender:
+        peer = sender.connect(engine.descriptor)
+        for value in values:
+            sent = sender.send(peer, value)
+            assert engine.recv(timeout=5) == value.tobytes()
+            sent.wait(5)

@@ -25,8 +25,9 @@ Origin = tuple[Connection, int, int]
 def check_imm(imm: Any) -> Imm:
     """Returns `imm` as an int or a string. Raises `TransferRefused` for anything else."""
     number = imm if isinstance(imm, str) else as_int(imm)
-    if number is None or (isinstance(number, str) and len(number) > 256):
-        raise TransferRefused(f"imm={imm!r} must be an int or a string of at most 256 characters")
+    if number is None or (len(number) if isinstance(number, str) else number.bit_length()) > 256:
+        what = imm if number is None or isinstance(number, str) else f"{number:#x}"
+        raise TransferRefused(f"imm={what!r:.300} must be an int of at most 256 bits or a string of as many characters")
     return number
 
 

@@ -346,7 +346,8 @@ class Engine:
         request = self._request("read", target)
         if sharding is not None and not isinstance(sharding, jax.sharding.Sharding):
             raise ValueError(f"{request}: sharding={sharding!r} must be a jax.sharding.Sharding")
-        return read(self._core, target, sharding, timeout, request)
+        with about(request, target.peer.name):
+            return read(self._core, target, sharding, timeout, request)
 
     def counter(self, imm: Imm, expect: int, source: Peer | None = None) -> ImmCounter:
         """Returns a counter of the writes with number `imm` that have arrived, from all peers or from `source` alone

@@ -27,6 +27,8 @@ def write_job(
             f"{request}: the source has {sorted(given)}, the target {sorted(targets)}", request=request
         )
     parts = [(path or "the source", array, targets[path]) for path, array in given.items()]
+    if not parts:
+        raise TransferRefused(f"{request}: there are no arrays to write", request=request)
     for label, array, _ in parts:
         _memory.check_array(array, f"{request}: {label}")
     checked = None if pages is None else check_pages(pages, parts, request)
@@ -49,6 +51,7 @@ def parts_job(
                 peer=target.peer.name,
                 request=request,
             )
+    parts = [(label, _memory.row_major(array), target) for label, array, target in parts]
     window = parts[0][2].target
     grant = window.grant(request, timeout)
     if core.device is not None:

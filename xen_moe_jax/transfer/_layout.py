@@ -81,9 +81,18 @@ def distinct(shards: Sequence[Shard]) -> tuple[Shard, ...]:
 
 
 def leaves_by_path(tree) -> dict[str, Any]:
-    """Returns a pytree's leaves by path: "" for a single leaf, "layers/0/k" below containers."""
+    """Returns a pytree's leaves by path: "" for a single leaf, "layers/0/k" below containers.
+
+    Raises ValueError where two leaves have the same path.
+    """
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
+    leaves: dict[str, Any] = {}
+    for path, leaf in flat:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if name in leaves:
+            raise ValueError(f"two arrays of the tree have the path {name!r}: rename a key that has a slash")
+        leaves[name] = leaf
+    return leaves
 
 
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:

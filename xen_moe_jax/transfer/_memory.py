@@ -1,25 +1,28 @@
 """The memory of JAX arrays: addressed in place where possible, otherwise copied through the host.
 
-On CPU and CUDA devices an array's shards are dense and row-major, and stay where they are as long as the array is
-referenced: they are addressed in place. Elsewhere (TPU) a shard is copied to or from the host.
+On CPU and CUDA devices an array's shards stay where they are as long as the array is referenced: they are addressed in
+place if they are row-major, as all arrays are without a `jax.experimental.layout`. Elsewhere (TPU) a shard is copied to
+or from the host.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 
 from xen_moe_jax.transfer import _cuda_memory, _device, _dlpack, _shared_memory
 from xen_moe_jax.transfer._errors import TransferRefused
 from xen_moe_jax.transfer._layout import Box, Shard, box_of
 
-_SUB_BYTE = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
+_SUB_BYTE = re.compile(r"[a-z]+[1-7](_|$)")  # int4, float4_e2m1fn, float6_e3m2fn
 _CHECKED: set[np.dtype] = set()
 _IN_PLACE = {"cpu": "host", "gpu": "cuda", "cuda": "cuda"}
 
@@ -40,16 +43,54 @@ def check_dtype(dtype, what: str) -> np.dtype:
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         raise TransferRefused(f"{what} has dtype {dtype}: transfer its data instead (for keys: jax.random.key_data)")
     given = np.dtype(dtype)
-    if (
-        not given.isnative or given.kind not in "biufcV" or issubclass(given.type, np.void)
-    ):  # V: also those of ml_dtypes
-        raise TransferRefused(f"{what} has dtype {given}: must be numbers or bools in this machine's byte order")
-    if given.name in _SUB_BYTE:
+    of_numbers = given.kind in "biufcV" and not issubclass(given.type, np.void)  # V: those of ml_dtypes
+    if not (of_numbers and given.isnative and hasattr(jnp, given.name)):
+        raise TransferRefused(
+            f"{what} has dtype {given}: must be numbers or bools in this machine's byte order, of a dtype that JAX has"
+        )
+    if _SUB_BYTE.match(given.name):
         raise TransferRefused(
             f"{what} has dtype {given.name}: elements below one byte are not transferred; bitcast to uint8"
         )
     _CHECKED.add(given)
     return given
+
+
+def _default_kind(sharding: jax.sharding.Sharding) -> str | None:
+    """Returns the kind of memory in which arrays without a memory kind lie on the sharding's devices."""
+    devices: Any = sharding.addressable_devices
+    return next((device.default_memory().kind for device in devices), sharding.memory_kind)
+
+
+def check_sharding(sharding: jax.sharding.Sharding, what: str) -> None:
+    """Raises `TransferRefused` for a sharding without devices, or whose arrays lie in another memory than JAX's own."""
+    if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
+        raise TransferRefused(f"{what} has {sharding}: names no devices; give a sharding over a jax.sharding.Mesh")
+    if sharding.memory_kind not in (None, kind := _default_kind(sharding)):
+        raise TransferRefused(f"{what} has memory_kind={sharding.memory_kind!r}: must be {kind!r}; move it afterwards")
+
+
+def is_row_major(array: Any) -> bool:
+    if array.ndim < 2 or (layout := array.format.layout) is None:  # None: a plugin that has one layout.
+        return True
+    return layout.major_to_minor == tuple(range(array.ndim))
+
+
+def row_major(array: Any) -> Any:
+    """Returns the array, or a copy of it that can be addressed in place: row-major, and in its devices' own memory."""
+    if not isinstance(array, jax.Array) or array.is_deleted():
+        return array
+    sharding: Any = array.sharding
+    if not all(device.platform in _IN_PLACE for device in sharding.addressable_devices):
+        return array
+    if sharding.memory_kind in (None, kind := _default_kind(sharding)) and is_row_major(array):
+        return array
+    layout = Layout(tuple(range(array.ndim)))
+    parts = [
+        jax.device_put(shard.data, Format(layout, jax.sharding.SingleDeviceSharding(shard.device)))
+        for shard in array.addressable_shards
+    ]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding.with_memory_kind(kind), parts)
 
 
 def is_ready(array: Any) -> bool:
@@ -123,12 +164,13 @@ class Block:
         shared: bool = False,
         on_host: bool = False,
     ):
-        self.shape, self.dtype = tuple(shape), np.dtype(dtype)
+        self.shape, self.dtype = tuple(shape), check_dtype(dtype, "an array")
         if (made := jax.dtypes.canonicalize_dtype(self.dtype)) != self.dtype:  # JAX's array would hold half the bytes.
             raise TransferRefused(
                 f"an array of {self.dtype} would be one of {made} here: set jax_enable_x64, or send {made}"
             )
         self.sharding = sharding or jax.sharding.SingleDeviceSharding(_device.default())
+        check_sharding(self.sharding, "an array")
         self._in_place = in_place
         self._array: jax.Array | None = None
         self._parts: list[tuple[Any, Any, tuple[int, ...]]] = []

@@ -108,10 +108,11 @@ class Mailbox:
         payload, kind = b"", "bytes"
         tree: Any = None
         if isinstance(value, bytes | bytearray | memoryview):
-            if len(value) <= MAX_INLINE:
-                payload = bytes(value)
+            view = memoryview(value)
+            if view.nbytes <= MAX_INLINE:
+                payload = bytes(view)
             else:
-                tree = np.frombuffer(value, np.uint8)
+                tree = np.frombuffer(view if view.c_contiguous else bytes(view), np.uint8)
         else:
             kind, tree = ("dict", value) if isinstance(value, dict) else ("array", value)
             if kind == "array":
@@ -122,8 +123,10 @@ class Mailbox:
         letter = _Letter(self, peer, request, number, len(payload))
         head: dict = {"t": "msg", "i": number, "tag": tag, "kind": kind}
         if tree is not None:
+            if kind == "dict" and (keys := [key for key in tree if not isinstance(key, str)]):
+                raise TransferRefused(f"{request}: the keys {keys} are not strings, as which they would arrive")
             flat = leaves_by_path(tree)
-            if kind == "dict" and (nested := [key for key, array in tree.items() if str(key) not in flat]):
+            if kind == "dict" and (nested := [key for key, array in tree.items() if key not in flat]):
                 raise TransferRefused(f"{request}: {nested} hold further containers: must be a flat dict of arrays")
             records, letter.held = array_records(tree, request)
             letter.nbytes = sum(array.size * np.dtype(array.dtype).itemsize for array in flat.values())
@@ -203,6 +206,7 @@ class Mailbox:
         """Waits for every engine of the group; see `Engine.barrier`."""
         if isinstance(group, Peer):  # type: ignore[unreachable]
             raise TransferRefused(f"barrier: {group!r} must be a collection of peers, as in [peer]", request="barrier")
+        group = list(group)  # It may be an iterator.
         for peer in group:
             check_peer(peer, "barrier")
         members = sorted({self._identity, *(peer.identity for peer in group)})

@@ -25,7 +25,8 @@ def array_records(tree, request: str) -> tuple[list[Record], list[object]]:
     flat = leaves_by_path(tree)
     for path, array in flat.items():
         _memory.check_array(array, f"{request}: {path or 'the value'}")
-    jax.block_until_ready(tree)
+    flat = {path: _memory.row_major(array) for path, array in flat.items()}
+    jax.block_until_ready(flat)
     records: list[Record] = []
     kept: list[object] = []
     for path, array in flat.items():

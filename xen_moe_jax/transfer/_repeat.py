@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
+from xen_moe_jax.transfer import _memory
 from xen_moe_jax.transfer._connection import Grant
 from xen_moe_jax.transfer._core import Core
 from xen_moe_jax.transfer._counter import Imm
@@ -18,13 +20,14 @@ class Repeat:
     errors of a write that is wrong.
     """
 
-    __slots__ = ("_aval", "_grant", "_kind", "_request", "_runs", "_sharding")
+    __slots__ = ("_aval", "_grant", "_kind", "_request", "_runs", "_seen", "_sharding")
 
     def __init__(self, grant: Grant, request: str, source: Any, runs: Runs):
         template = at_address(runs.addresses, -source.unsafe_buffer_pointer())
         self._grant, self._request = grant, request
         self._runs = Repeated(runs.key, runs.memory, runs.nbytes, template)
         self._kind, self._aval, self._sharding = type(source), source.aval, source.sharding
+        self._seen = weakref.ref(source)
 
     def write(self, core: Core, source: Any, imm: Imm | None, last: bool) -> Transfer | None:
         """Returns the transfer, or None if the source differs or is not ready, or if the window was closed."""
@@ -42,6 +45,10 @@ class Repeat:
         with core.lock:
             if not grant.open or core.closing or peer.lost or source.is_deleted() or not source.is_ready():
                 return None
+            if source is not self._seen():  # JAX takes 2 us to tell an array's layout.
+                if not _memory.is_row_major(source):
+                    return None
+                self._seen = weakref.ref(source)
             if core.device is not None:
                 core.adopt_device()
             runs, pointer = self._runs, source.unsafe_buffer_pointer()
