@@ -104,8 +104,17 @@ def test_the_page_quotes_the_command(capsys):
         assert f"{plans}\n\n" in PAGE.read_text() and "2 x bfloat16[131072, 4096]" in kept_arrays
 
 
-def test_wrong_sizes(capsys):
-    for arguments, message in ((["--tokens", "0"], "--tokens 0: must be at least 1"), (["--top-k", "99"], "top_k=99")):
-        with pytest.raises(SystemExit):
-            cli.main(["memory", *arguments])
-        assert message in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--tokens", "0", "--tokens 0: must be at least 1"),
+        ("--top-k", "99", "top_k=99"),
+        ("--ranks", "10000000000", "--ranks 10000000000: must be at least 1 and below"),
+        ("--tokens", "1000000000", "row numbers are int32"),
+    ],
+)
+def test_wrong_sizes(capsys, option, value, message):
+    with pytest.raises(SystemExit):
+        cli.main(["memory", option, value])
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1

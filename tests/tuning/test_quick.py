@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from xen_moe_jax.tuning import arguments, quick
@@ -52,6 +53,13 @@ def test_a_wrong_result_is_an_error(capsys, monkeypatch):
     )
     assert quick.main(SIZES) == 1
     assert "the round trip is off by" in capsys.readouterr().err
+
+
+def test_a_problem_that_does_not_fit_into_memory_is_an_error(capsys, monkeypatch):
+    monkeypatch.setattr("xen_moe_jax.tuning.problem.make_problem", lambda work: np.empty((1 << 46, 8)))
+    assert quick.main(SIZES) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: Unable to allocate") and said.count("\n") == 1
 
 
 @pytest.mark.parametrize("given", [["--tokens", "0"], ["--dtype", "bfloat16"], ["--mode", "layer"]])

@@ -266,8 +266,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     for name in sizes:
         value = getattr(options, name.replace("-", "_"))
-        if value < 1:
-            parser.error(f"--{name} {value}: must be at least 1")
+        if not 1 <= value < 2**31:
+            parser.error(f"--{name} {value}: must be at least 1 and below 2**31")
     try:
         config = MoEConfig(
             hidden_size=options.hidden,
@@ -282,7 +282,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jax.devices()  # JAX traces for a platform
     except (RuntimeError, AssertionError) as error:  # JAX asserts that there is a backend
         parser.error(f"JAX starts no platform here ({error}): set JAX_PLATFORMS=cpu, nothing is run on it")
-    print(render(config, options.tokens, options.ranks, options.dtype))
+    try:
+        print(render(config, options.tokens, options.ranks, options.dtype))
+    except ValueError as error:  # an operation has fewer rows or experts than that
+        parser.error(str(error))
     return 0
 
 

@@ -49,7 +49,7 @@ def main(given: Sequence[str] | None = None) -> int:
             _profiles.read(options.output)  # a foreign file is an error before the work, not after
         arguments.start_jax(options.platform, options.ranks)
         tune(options)
-    except (ValueError, BackendUnavailable) as error:
+    except (ValueError, BackendUnavailable, MemoryError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

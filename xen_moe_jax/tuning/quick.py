@@ -67,7 +67,7 @@ def main(given: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"interrupted: {len(rows)} of 4 programs were timed", file=sys.stderr)
         status = 130
-    except (ValueError, BackendUnavailable, AssertionError) as error:
+    except (ValueError, BackendUnavailable, AssertionError, MemoryError) as error:
         print(f"error: {error}", file=sys.stderr)
         status = 1
     if options.json and rows:
