@@ -152,6 +152,23 @@ def test_parts_are_there_after_one_import(name):
     assert result.stdout.strip() == f"xen_moe_jax.{name}", result.stderr
 
 
+@pytest.mark.parametrize(
+    ("code", "missing"),
+    [
+        ("from xen_moe_jax.flax.nnx import MoE", "flax"),
+        ("from xen_moe_jax.flax.nnx import MoE", "optax"),  # which Flax itself needs
+        ("from xen_moe_jax.flax import linen", "flax"),
+    ],
+)
+def test_a_layer_without_flax_names_the_extra(code, missing):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    code = f"import sys; sys.modules[{missing!r}] = None\n{code}"
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=HANG_S
+    )
+    assert f"need {missing}, which is not installed: pip install 'xen-moe-jax[flax]'" in result.stderr, result.stderr
+
+
 def test_an_unknown_part_is_an_attribute_error():
     code = "import xen_moe_jax as xm; xm.dispach"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}

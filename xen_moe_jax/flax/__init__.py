@@ -29,11 +29,4 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"xen_moe_jax.experts.{name}")
     if name not in ("linen", "nnx"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return importlib.import_module(f"{__name__}.{name}")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "flax":
-            raise
-        raise ModuleNotFoundError(
-            f"xen_moe_jax.flax.{name} needs Flax, which is not installed: pip install 'xen-moe-jax[flax]'", name="flax"
-        ) from error
+    return importlib.import_module(f"{__name__}.{name}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -14,8 +13,14 @@ from xen_moe_jax._quantized_weight import QuantizedWeight, adopted, check_format
 from xen_moe_jax.balance import Placement
 from xen_moe_jax.flax._balance import MoEMetrics, updated_bias
 from xen_moe_jax.flax._config import MoEConfig
+from xen_moe_jax.flax._missing import named
 from xen_moe_jax.flax._parameters import ROUTER_BIAS, parameter_table
 from xen_moe_jax.flax._placement import apply_moe, current_mesh, quantized_weights
+
+try:
+    import flax.linen as nn
+except ModuleNotFoundError as error:
+    raise named(error) from error
 
 ROUTER_STATE = "router_state"
 """Collection of the router bias."""

@@ -6,15 +6,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from xen_moe_jax._float8_weight import Float8Weight
 from xen_moe_jax._quantized_weight import QuantizedWeight, adopted, check_format
 from xen_moe_jax.balance import Placement
 from xen_moe_jax.flax._balance import MoEMetrics, updated_bias
 from xen_moe_jax.flax._config import MoEConfig
+from xen_moe_jax.flax._missing import named
 from xen_moe_jax.flax._parameters import ROUTER_BIAS, parameter_table
 from xen_moe_jax.flax._placement import apply_moe, current_mesh, quantized_weights
+
+try:
+    from flax import nnx
+except ModuleNotFoundError as error:
+    raise named(error) from error
 
 
 class RouterBias(nnx.Variable):
