@@ -563,6 +563,12 @@ if __name__ == "__main__":
     parser.add_argument("--start-with", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--settings", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.rank is None and not 2 <= given.ranks <= 256:
+        parser.error(f"--ranks {given.ranks}: must be 2 to 256: one is killed, and the others go on")
+    if given.gpus < 1:
+        parser.error(f"--gpus {given.gpus}: must be at least 1")
+    if given.plot and not os.access(pathlib.Path(given.plot).absolute().parent, os.W_OK):  # before the run, not after
+        parser.error(f"--plot {given.plot}: no folder that can be written; name another file")
     if given.rank is not None:
         rank_main(given)
     else:

@@ -20,6 +20,7 @@ import shutil
 import signal
 import tempfile
 import time
+from unittest import mock
 
 from tests.support import ROOT, quick_compiler
 
@@ -72,12 +73,13 @@ def run(
     folder = pathlib.Path(tempfile.mkdtemp(prefix="xen_moe_serve_", dir="/dev/shm"))
     killed: list[float] = []
     counts = {"stops": 0, "left_out": [], "starved": 0} if stops else {}
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")  # as servers do; not for calls of the host
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}  # as servers do; not for calls of the host
     try:
         serve.make_checkpoint(folder)
         engine = serve.publish_experts(folder) if transfer else contextlib.nullcontext()
         limit = SHORT_S if stops else serve.TIMEOUT_S
-        with engine, serve.Front(serve.Settings(str(folder), ranks, kernels, gpus, limit)) as front:
+        settings = serve.Settings(str(folder), ranks, kernels, gpus, limit)
+        with mock.patch.dict(os.environ, cache), engine, serve.Front(settings) as front:
             for slot in range(ranks - later):
                 front.start(slot, start_with=ranks - later)
             began = last = time.monotonic()

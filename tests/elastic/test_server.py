@@ -1,6 +1,7 @@
 """The example's server under fire: no wrong token, no rank lost that was not killed, no hang."""
 
 import importlib.util
+import os
 
 import jax
 import pytest
@@ -26,7 +27,9 @@ def test_a_few_kills_and_a_rank_that_was_never_there(few_optimizations, tmp_path
     """Experts come from another process's memory, and then from the checkpoint."""
     transfer.require()
     plot = tmp_path / "tokens.png" if importlib.util.find_spec("matplotlib") else None
+    before = dict(os.environ)
     figures = serve_chaos.run(3, 2, seed=5, transfer=True, later=1, plot=plot)
+    assert dict(os.environ) == before, "programs of later tests would be kept where the ranks kept theirs"
     check(figures, 2)
     assert figures["fetched"] > 0
     assert plot is None or plot.read_bytes().startswith(b"\x89PNG")

@@ -1,11 +1,13 @@
 """Every script in examples/ runs, and the result of its `main` is right."""
 
 import importlib.util
+import subprocess
+import sys
 
 import jax
 import pytest
 
-from tests.support import ROOT, lateness, transfer
+from tests.support import HANG_S, ROOT, lateness, transfer
 
 FOLDER = ROOT / "examples"
 CHECKED = {}
@@ -108,3 +110,10 @@ def test_example(name, capsys):
     for what, limit in LIMITS.get(name, {}).items():
         assert late.without(result[what]) < limit, (what, result[what])
     assert capsys.readouterr().out.strip(), "an example says what it found"
+
+
+@pytest.mark.parametrize("given", [["--ranks", "1"], ["--gpus", "0"], ["--plot", "/nowhere/tokens.png"]], ids=str)
+def test_the_server_refuses_what_cannot_be_served(given):
+    command = [sys.executable, "-m", "examples.serve_elastic", *given]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 2 and f"error: {' '.join(given)}: " in done.stderr, done.stderr
