@@ -329,3 +329,11 @@ def test_autotune_command_refuses_a_foreign_file_before_it_measures(tmp_path, ca
     path.write_text("{}")
     assert tuning_command.main(["--output", str(path)]) == 1
     assert "not a file of tuned configs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("tokens", 1.5), ("hidden", "8"), ("ranks", 0), ("seed", -1), ("seed", None)]
+)
+def test_a_workload_without_whole_numbers_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value!r}: must be a"):
+        Workload(**{name: value})

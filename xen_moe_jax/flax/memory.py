@@ -281,7 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         jax.devices()  # JAX traces for a platform
     except (RuntimeError, AssertionError) as error:  # JAX asserts that there is a backend
-        parser.error(f"JAX starts no platform here ({error}): set JAX_PLATFORMS=cpu, nothing is run on it")
+        reason = str(error) or "it has no plugin for it"
+        parser.error(f"JAX starts no platform here ({reason}): set JAX_PLATFORMS=cpu, nothing is run on it")
     try:
         print(render(config, options.tokens, options.ranks, options.dtype))
     except ValueError as error:  # an operation has fewer rows or experts than that

@@ -8,6 +8,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
+from xen_moe_jax._numbers import as_int
 from xen_moe_jax._quantize import WIRES
 from xen_moe_jax._spec import LAYOUTS
 
@@ -57,9 +58,10 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("tokens", "hidden", "experts", "top_k", "ranks", "pool"):
-            value = getattr(self, name)
-            if value <= 0:
-                raise ValueError(f"{name}={value}: must be a positive int")
+            if (as_int(getattr(self, name)) or 0) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be a positive int")
+        if not 0 <= (-1 if (seed := as_int(self.seed)) is None else seed) < 2**63:
+            raise ValueError(f"seed={self.seed!r}: must be an int in [0, 2**63)")
         if self.top_k > self.experts:
             raise ValueError(f"top_k={self.top_k}: must not exceed experts={self.experts}")
         for name, allowed in (("dtype", DTYPES), ("routing", ROUTINGS), ("layout", LAYOUTS)):
