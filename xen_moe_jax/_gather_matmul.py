@@ -76,7 +76,7 @@ def composed(x: jax.Array, w: jax.Array, **params: Any) -> jax.Array:
     return jnp.matmul(_gathered(x, **params), w)
 
 
-all_gather_matmul_p = declare("all_gather_matmul", _shapes.all_gather_matmul, otherwise=composed)
+all_gather_matmul_p = declare("all_gather_matmul", _shapes.all_gather_matmul, otherwise=composed, multiplies=True)
 """`x [T, H]`, `w [H, N]` -> `[R * T, N]`."""
 
 
@@ -91,19 +91,17 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     return out, [sum(terms[1:], terms[0])]
 
 
-def _transpose(cotangents: Any, x: Any, w: Any, **params: Any) -> list[Any]:
+def _transpose(cotangents: Any, x: Any, w: Any, *, precision: Any, **params: Any) -> list[Any]:
     (cotangent,) = cotangents
+    multiply = functools.partial(lax.dot_general, precision=precision, preferred_element_type=cotangent.dtype)
     moved = [ad.is_undefined_primal(x), ad.is_undefined_primal(w)]
     if type(cotangent) is ad.Zero:
         return [ad.Zero(a.aval) if is_moved else None for a, is_moved in zip((x, w), moved, strict=True)]
     if moved[0]:
-        product = lax.dot_general(cotangent, w, (((1,), (1,)), ((), ())), preferred_element_type=cotangent.dtype)
+        product = multiply(cotangent, w, (((1,), (1,)), ((), ())))
         return [lax.psum_scatter(product, params["axis_name"], scatter_dimension=0, tiled=True), None]
     rows = _gathered(x, **params)
-    return [
-        None,
-        lax.dot_general(cotangent, rows, (((0,), (0,)), ((), ())), preferred_element_type=cotangent.dtype).T,
-    ]
+    return [None, multiply(cotangent, rows, (((0,), (0,)), ((), ()))).T]
 
 
 ad.primitive_jvps[all_gather_matmul_p] = _jvp

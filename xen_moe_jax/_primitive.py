@@ -10,6 +10,7 @@ import contextlib
 import functools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -35,15 +36,16 @@ def declare(
     mask: Callable[..., Sequence[Any]] | None = None,
     finish: Callable[..., Any] | None = None,
     otherwise: Callable[..., Any] | None = None,
+    multiplies: bool = False,
 ) -> Primitive:
     """Declares a primitive `xen_moe_<operation>` whose lowering asks `backends` for the backend that runs it.
 
     `shapes(*avals, **params)` gives its results; the first operand gives their mesh and varying axes.
     For a backend that does not take `active`, `mask(operands, spec)` makes operands without it; `finish(results,
     operands, spec)` then completes the backend's results. `otherwise(*operands, **params)`, made of other primitives,
-    runs where a backend does not have the operation.
+    runs where a backend does not have the operation. `multiplies`: it is a `_Multiplication`.
     """
-    primitive = _primitive(operation, shapes)
+    primitive = _primitive(operation, shapes, multiplies)
     rules = {platform: _lowering(operation, platform, mask, finish, otherwise) for platform in PLATFORMS}
 
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
@@ -53,29 +55,48 @@ def declare(
                 f"{operation} for platforms={platforms} in one program: kernels differ by platform, and XLA runs no "
                 "program that holds another platform's. Export one program for each platform"
             )
-        return rules.get(platforms[0], rules[None])(ctx, *operands, **params)
+        with _precision(params):
+            return rules.get(platforms[0], rules[None])(ctx, *operands, **params)
 
     mlir.register_lowering(primitive, rule, cacheable=False)  # not cacheable: two equal calls are two sites
     _declared.append(primitive)
     return primitive
 
 
-def declare_composite(operation: str, shapes: Callable[..., Sequence[ShapeDtype]], function: Callable) -> Primitive:
-    """Declares a primitive that `function(*operands, **params)` computes on every platform, out of other primitives."""
-    primitive = _primitive(operation, shapes)
+def declare_composite(
+    operation: str, shapes: Callable[..., Sequence[ShapeDtype]], function: Callable, *, multiplies: bool = False
+) -> Primitive:
+    """Declares a primitive that `function(*operands, **params)` computes on every platform, out of other primitives.
+    `multiplies`: it is a `_Multiplication`."""
+    primitive = _primitive(operation, shapes, multiplies)
 
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-        return _lower(ctx, operands, _plain_avals(ctx), functools.partial(function, **params))
+        with _precision(params):
+            return _lower(ctx, operands, _plain_avals(ctx), functools.partial(function, **params))
 
     mlir.register_lowering(primitive, rule, cacheable=False)
     return primitive
 
 
-def _primitive(operation: str, shapes: Callable[..., Sequence[ShapeDtype]]) -> Primitive:
-    primitive = Primitive(f"xen_moe_{operation}")
+class _Multiplication(Primitive):
+    """A primitive that multiplies with the `jax.default_matmul_precision` of the code that calls it, which is its
+    parameter `precision`. This code has ended when the primitive is lowered."""
+
+    def bind(self, *operands: Any, **params: Any) -> Any:
+        return super().bind(*operands, **{"precision": jax.config.jax_default_matmul_precision, **params})
+
+
+def _precision(params: dict[str, Any]) -> AbstractContextManager[Any]:
+    """Takes `precision` out of the parameters, and makes it hold in a `with` statement."""
+    return jax.default_matmul_precision(params.pop("precision")) if "precision" in params else contextlib.nullcontext()
+
+
+def _primitive(operation: str, shapes: Callable[..., Sequence[ShapeDtype]], multiplies: bool) -> Primitive:
+    primitive = (_Multiplication if multiplies else Primitive)(f"xen_moe_{operation}")
     primitive.multiple_results = True
 
     def abstract_eval(*avals: Any, **params: Any) -> tuple[list[Any], Any]:
+        params.pop("precision", None)
         _lower_per_device_order()
         return _results(avals[0], shapes(*avals, **params)), _effects(params)
 

@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import xen_moe_jax as xm
+from xen_moe_jax.experts import on_tpu
 
 RANKS, T, H, K, E = 4, 8, 256, 2, 8
 LAYOUTS = ("grouped", "ranked", "padded")
@@ -215,3 +216,30 @@ def test_the_tpu_program_with_64_bits(mesh4, body):
     """Mosaic has no 64-bit numbers: none may come into a kernel, whatever `jax_enable_x64` says."""
     with jax.enable_x64(True):
         lower(body, mesh4, platforms=("tpu",))
+
+
+PRODUCTS = {
+    "all_gather_matmul": ("cpu", lambda x, w: xm.all_gather_matmul(x, w, "ep")),
+    "experts": ("tpu", lambda x, w: on_tpu.products(x, [w[None]], jnp.array([x.shape[0]], jnp.int32))[0]),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_the_precision_of_the_code_that_multiplies(mesh4, product):
+    """`jax.default_matmul_precision` holds for operations within its `with` statement, which ends before the lowering;
+    and for their gradients, which are traced later, as for those of `jax.lax.dot_general`."""
+    platform, multiply = PRODUCTS[product]
+
+    def text(outside, inside):
+        def body(x):
+            with jax.default_matmul_precision(inside):
+                out, back = jax.vjp(multiply, x, jnp.ones((H, H)))
+            return out if platform == "tpu" else back(out)
+
+        x = jax.ShapeDtypeStruct((RANKS * H, H), jnp.float32, sharding=jax.NamedSharding(mesh4, P("ep")))
+        with jax.default_matmul_precision(outside):
+            program = jax.jit(jax.shard_map(body, mesh=mesh4, in_specs=P("ep"), out_specs=P("ep")))
+            return program.trace(x).lower(lowering_platforms=(platform,)).as_text()
+
+    assert text(None, "highest") == text("highest", "highest") == text("bfloat16", "highest")
+    assert text(None, None) != text("highest", "highest")

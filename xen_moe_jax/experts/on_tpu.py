@@ -372,7 +372,7 @@ def rows_products(
     )
 
 
-_products_p = declare_composite("grouped_products", _shapes_of_products, _lowered_products)
+_products_p = declare_composite("grouped_products", _shapes_of_products, _lowered_products, multiplies=True)
 
 
 def _shapes(*operands: Any, **_: Any) -> list[ShapeDtype]:
@@ -403,7 +403,7 @@ def rows_gradient(
     )
 
 
-_transposed_p = declare_composite("grouped_transposed", _shapes, _lowered)
+_transposed_p = declare_composite("grouped_transposed", _shapes, _lowered, multiplies=True)
 
 
 def _shapes_by_weight(rows: Any, cotangent: Any, group_sizes: Any, **_: Any) -> list[ShapeDtype]:
@@ -459,7 +459,7 @@ def weight_gradient(
     return grouped_by_weight(rows, cotangent, group_sizes, tiles=tiles, launch=launch, window=window)
 
 
-_by_weight_p = declare_composite("grouped_by_weight", _shapes_by_weight, _lowered_by_weight)
+_by_weight_p = declare_composite("grouped_by_weight", _shapes_by_weight, _lowered_by_weight, multiplies=True)
 
 
 def _shapes_of_gradients(*operands: Any, **_: Any) -> list[ShapeDtype]:
@@ -503,4 +503,4 @@ def summed_factors(by_factors: jax.Array) -> jax.Array:
     return jnp.sum(by_factors, axis=0).reshape(-1)
 
 
-_gradients_p = declare_composite("activation_gradients", _shapes_of_gradients, _lowered_gradients)
+_gradients_p = declare_composite("activation_gradients", _shapes_of_gradients, _lowered_gradients, multiplies=True)

@@ -257,7 +257,7 @@ def biases_of(names: tuple[str, ...], weights: dict[str, jax.Array]) -> dict[str
     return {n: weights[f"{n}_bias"].astype(jnp.float32) for n in names if f"{n}_bias" in weights} or None
 
 
-_decode_p = declare_composite("decode_experts", _shapes, _lowered)
+_decode_p = declare_composite("decode_experts", _shapes, _lowered, multiplies=True)
 
 
 class Matrices(NamedTuple):

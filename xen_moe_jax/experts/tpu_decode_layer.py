@@ -224,7 +224,7 @@ def _layer_shapes(x: Any, *_: Any, alone: bool, **__: Any) -> Sequence[ShapeDtyp
     return [(x.shape, jnp.dtype(jnp.float32) if alone else x.dtype)]
 
 
-_layer_p = declare_composite("decode_layer", _layer_shapes, _lowered_layer)
+_layer_p = declare_composite("decode_layer", _layer_shapes, _lowered_layer, multiplies=True)
 
 
 class LayerPieces(NamedTuple):

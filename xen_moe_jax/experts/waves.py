@@ -477,7 +477,7 @@ def _lowered_value(
     return out, *came, *every.values()
 
 
-_value_p = declare_composite("value_in_waves", _shapes_of_value, _lowered_value)
+_value_p = declare_composite("value_in_waves", _shapes_of_value, _lowered_value, multiplies=True)
 
 
 def gradients(
@@ -569,7 +569,7 @@ def _lowered(
     return going.come(), by_last[0], by_row_weights, *by_first
 
 
-_gradients_p = declare_composite("gradients_in_waves", _shapes, _lowered)
+_gradients_p = declare_composite("gradients_in_waves", _shapes, _lowered, multiplies=True)
 
 
 def _without_frozen(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], Any]:
