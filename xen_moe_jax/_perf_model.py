@@ -162,7 +162,7 @@ def perf_model(
     Raises:
       ValueError: a size is not positive, `ranks_per_node` does not divide `num_ranks`, `topk_idx` has another shape,
         `dtype` or `wire` is unknown, or `intermediate` or `slots_per_rank` is given to another operation than
-        "balance". TypeError: `topk_idx` holds no integers or is traced, or `links` is no `Links`.
+        "balance". TypeError: `topk_idx` holds no integers, it or `placement` is traced, or `links` is no `Links`.
     """
     caller = "perf_model"
     if not is_one_of(operation, OPERATIONS):
@@ -179,6 +179,12 @@ def perf_model(
         raise TypeError(f"{caller}: links={links!r}: must be an xm.Links")
     dtype, small, calls = _validate.dtype(dtype, caller), tokens <= SMALL_BATCH, 1
     held = _validate.exact_slots(slots_per_rank, experts, ranks, caller) if slots_per_rank is not None else None
+    most = nodes = ranks // per_node
+    if nodes_per_token is not None:
+        most = min(nodes, _validate.integer(nodes_per_token, "nodes_per_token", caller, minimum=1))
+    row = _row_bytes(hidden, dtype, wire, caller)
+    if placement is not None:
+        _validate.placement(placement, experts, ranks, caller)
     if operation != "balance" and (held is not None or intermediate is not None):
         raise ValueError(
             f"{caller}: operation={operation!r} with intermediate={intermediate!r}, slots_per_rank={slots_per_rank!r}: "
@@ -191,33 +197,30 @@ def perf_model(
                 f"{caller}: operation='balance' with topk_idx=None: the cost follows from the routing; pass it"
             )
         counts = _counts(topk_idx, tokens, experts, top_k, ranks)
-        once = sum(_expected_rows(tokens, experts, top_k, ranks, per_node, ranks // per_node))
+        once = sum(_expected_rows(tokens, experts, top_k, ranks, per_node, nodes))
         by_home = (tokens * top_k * (1 - 1 / ranks) - once) * hidden * jnp.dtype(dtype).itemsize
         fixed = links.fixed[0] + links.exact + max(by_home, 0.0) / links.fast
         return _fetched_weights(counts, tokens * top_k, held, per_node, hidden, inner, dtype, links, fixed)
     if placement is not None:
-        _validate.placement(placement, experts, ranks, caller)
         if topk_idx is None:
             raise ValueError(
                 f"{caller}: placement with topk_idx=None: which replica gets a row follows from the routing"
             )
+        placement = jax.tree.map(lambda array: known_array(array, caller, "placement"), placement)
         given = _check_routing(topk_idx, tokens, top_k, ranks)
-        topk_idx = np.stack([np.asarray(placement.route(idx, rank)) for rank, idx in enumerate(given)])
+        with jax.ensure_compile_time_eval():  # a caller may be traced
+            topk_idx = np.stack([np.asarray(placement.route(idx, rank)) for rank, idx in enumerate(given)])
         experts = ranks * placement.slots_per_rank
         if operation == "combine" and placement.sums == "home":
             if per_node < ranks or ranks > MOST_BY_HOME:
                 calls = top_k // _home_sums.slots_at_once(tokens, top_k)
             topk_idx, tokens, top_k = topk_idx.reshape(ranks, -1, 1), tokens * top_k, 1
     if topk_idx is None:
-        nodes = ranks // per_node
-        most = nodes
-        if nodes_per_token is not None:
-            most = min(nodes, _validate.integer(nodes_per_token, "nodes_per_token", caller, minimum=1))
         fast, slow = _expected_rows(tokens, experts, top_k, ranks, per_node, most)
         slots = float(tokens * top_k)
     else:
         fast, slow, slots = _counted_rows(topk_idx, tokens, experts, top_k, ranks, per_node)
-    row, local = _row_bytes(hidden, dtype, wire, caller), slots * _row_bytes(hidden, dtype, None, caller)
+    local = slots * _row_bytes(hidden, dtype, None, caller)
     which = OPERATIONS.index(operation)
     fixed, hop = (links.fixed_small, links.hop_small) if small else (links.fixed, links.hop)
     terms = {
@@ -258,7 +261,8 @@ def _fetched_weights(
     slots = _exact.slots_at_home(experts, ranks) if held is None else held
     matrix, itemsize = hidden * inner, jnp.dtype(dtype).itemsize
     divide = jax.jit(_exact.divide, static_argnames=("slots", "most"))
-    parts = np.asarray(divide(jnp.asarray(counts, jnp.int32), slots=slots, most=most))
+    with jax.ensure_compile_time_eval():  # a caller may be traced
+        parts = np.asarray(divide(jnp.asarray(counts, jnp.int32), slots=slots, most=most))
     home = np.arange(experts) // -(-experts // ranks)
     rank = np.arange(ranks)[:, None]
     far = (parts > 0) & (home // per_node != rank // per_node)

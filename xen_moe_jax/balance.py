@@ -368,7 +368,8 @@ def _load(counts: Any, caller: str) -> np.ndarray:
     """Returns `counts [..., E]` added up, float64 `[E]`, or ones where all are zero. Raises ValueError unless the
     counts are finite numbers `>= 0`, and TypeError if they are no array or are traced."""
     array = known_array(counts, caller, "counts")
-    if array.ndim == 0 or array.shape[-1] == 0 or array.dtype.kind not in "iuf":
+    is_number = array.dtype.kind in "iu" or jnp.issubdtype(array.dtype, jnp.floating)
+    if array.ndim == 0 or array.shape[-1] == 0 or not is_number:
         raise ValueError(f"{caller}: counts is {array.dtype}{list(array.shape)}: must be numbers [E] or [..., E]")
     load = array.astype(np.float64).reshape(-1, array.shape[-1]).sum(axis=0)
     if not np.isfinite(load).all() or (array < 0).any():

@@ -247,6 +247,26 @@ def test_routes_of_no_tokens_and_unsigned_routings():
     assert given == unsigned
 
 
+def test_a_prediction_while_something_else_is_traced():
+    """It is arithmetic on known numbers, and the same inside a program that is traced; a traced placement is named."""
+    home = xm.balance.home(MODEL["num_experts"], MODEL["num_ranks"])
+
+    def predictions():
+        by_home = xm.perf_model("combine", topk_idx=ROUTING, placement=home, **MODEL)
+        return by_home, xm.perf_model("balance", topk_idx=ROUTING, intermediate=4, **MODEL)
+
+    outside, inside = predictions(), []
+    jax.eval_shape(lambda: inside.extend(predictions()))
+    assert tuple(inside) == outside
+    with pytest.raises(TypeError, match="perf_model: placement is a .*Tracer: must be an array whose values are known"):
+        jax.eval_shape(lambda p: xm.perf_model("combine", topk_idx=ROUTING, placement=p, **MODEL), home)
+
+
+def test_counts_are_numbers_of_any_float_dtype():
+    wide, narrow = (xm.balance.plan(np.array([4, 1, 2]).astype(d), 2, 2) for d in ("float64", "bfloat16"))
+    assert_bits(narrow.experts, wide.experts, "experts")
+
+
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64])
 def test_numbers_that_jax_would_cut_are_named(dtype):
     """JAX would make 3 rows of 2**32 + 3."""

@@ -48,6 +48,14 @@ def calls():
     local = EXPERTS // RANKS
     weights = {name: ones(local, HIDDEN, WIDTH) for name in ("gate", "up")} | {"down": ones(local, WIDTH, HIDDEN)}
 
+    shapes = {"num_tokens": TOKENS, "hidden": HIDDEN, "num_ranks": RANKS, "num_experts": EXPERTS, "top_k": TOP_K}
+    routing = np.zeros((RANKS, TOKENS, TOP_K), np.int32)
+    predicted = {
+        "a combine": {"operation": "combine"},
+        "a routing": {"operation": "dispatch", "topk_idx": routing},
+        "a balance": {"operation": "balance", "topk_idx": routing, "intermediate": WIDTH},
+    }
+
     def combine(dispatched, **options):
         def run(y=None, handle=None, **given):
             routed = xm.dispatch(**sent, **dispatched)
@@ -73,6 +81,7 @@ def calls():
         ),
         "move": (xm.balance.Placement.move, {"weights": ones(local, 3), "old": None, "new": home}),
         "reduce": (lambda **given: home.reduce(**given), {"gradients": ones(local, 3)}, names_of(home.reduce)),
+        **{f"perf_model of {name}": (xm.perf_model, given | shapes) for name, given in predicted.items()},
         "top_k": (xm.routing.top_k, {"logits": ones(4, 8), "k": 2}),
         "chosen_weights": (xm.routing.chosen_weights, {"logits": ones(4, 8), "topk_idx": np.zeros((4, 2), np.int32)}),
         "quantize_weights": (xm.quantize_weights, {"weights": ones(2, 4, 8)}),
