@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -85,11 +85,30 @@ def group_size(axis_sizes: tuple[int, ...], axis_index_groups: Any) -> int:
 
 def vary_over(operands: Sequence[Any], axis_name: tuple[str, ...]) -> list[Any]:
     """Makes all operands vary over `axis_name` and over every axis that one of them varies over; literals stay
-    literals."""
+    literals. Operands that are sharded over an explicit axis become whole: no operation divides its results over it."""
+    operands = [whole(x) for x in operands]
     if group_of(axis_name) is not None or not _jax_internals.checks_varying(axis_name[0]):
-        return list(operands)
+        return operands
     wanted = frozenset(axis_name).union(*map(_jax_internals.varying_axes, operands))
     return [vary(x, wanted) for x in operands]
+
+
+def whole(array: Any) -> Any:
+    """Returns `array` with all of its elements on every device of the mesh's explicit axes."""
+    sharding = jax.typeof(array).sharding
+    if not any(sharding.spec):
+        return array
+    return jax.sharding.reshard(array, sharding.update(spec=jax.P(*[None] * len(sharding.spec))))
+
+
+def sharded_alike(function: Callable[..., Any], array: Any, *others: Any) -> Any:
+    """Returns `function(array, *others)`. Over explicit axes XLA divides the work, and the result is sharded as `array`
+    is."""
+    sharding = jax.typeof(array).sharding
+    if not any(sharding.spec):
+        return function(array, *others)
+    by_xla = jax.sharding.auto_axes(function, axes=sharding.mesh.explicit_axes, out_sharding=sharding)
+    return by_xla(array, *others)
 
 
 def vary(array: Any, axes: frozenset[str]) -> Any:

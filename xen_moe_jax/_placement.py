@@ -23,7 +23,7 @@ from xen_moe_jax._collective_primitives import ragged_all_to_all_p
 from xen_moe_jax._config import DEFAULT_CONFIG, KernelConfig
 from xen_moe_jax._moe_primitives import transposed_by
 from xen_moe_jax._numbers import array, indices, is_one_of, known_array
-from xen_moe_jax._primitive import batch_done, batch_start, declare
+from xen_moe_jax._primitive import batch_done, batch_start, declare, declare_composite
 from xen_moe_jax._types import export_as, pytree
 
 SUMS = ("home", "rank")
@@ -89,7 +89,7 @@ class Placement:
                 raise TypeError(f"Placement.route: {name} is {given.dtype}{list(given.shape)}: must be {wanted}")
         if 0 in topk_idx.shape:
             return jnp.zeros(topk_idx.shape, jnp.int32)
-        idx = _layout.sanitize(topk_idx, self.num_experts)
+        idx = _layout.sanitize(_mesh.whole(topk_idx), self.num_experts)
         expert = idx.reshape(-1)
         order, _ = _layout.order_by_blocks(expert, self.num_experts)
         known = jnp.maximum(expert, 0)
@@ -306,8 +306,9 @@ def _apply(
         if caller == "reduce" and not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(f"Placement.reduce: an array has dtype {leaf.dtype}: gradients must be floating point")
         if not names:
-            everywhere = _move_everywhere if primitive is move_p else _reduce_everywhere
-            return everywhere(leaf, source.reshape(-1), old.slots_per_rank * old.num_ranks)
+            everywhere = move_everywhere_p if primitive is move_p else reduce_everywhere_p
+            run_everywhere = functools.partial(_everywhere, everywhere, rows=old.slots_per_rank * old.num_ranks)
+            return _mesh.sharded_alike(run_everywhere, leaf, source.reshape(-1))
         return run(leaf, source, mask, names, config)
 
     return jax.tree.map(one, tree)
@@ -375,15 +376,21 @@ def _lost(dtype: Any) -> Any:
     return jnp.asarray(jnp.nan if jnp.issubdtype(dtype, jnp.floating) else 0, dtype)
 
 
-def _move_everywhere(weights: Any, source: Any, _: int) -> Any:
+@functools.partial(jax.jit, static_argnums=0, static_argnames="rows")
+def _everywhere(primitive: Any, array: Any, source: Any, *, rows: int) -> jax.Array:
+    """Runs a primitive on global arrays; by itself it would not run where nothing is traced."""
+    return primitive.bind(array, source, rows=rows, config=DEFAULT_CONFIG)[0]
+
+
+def _move_everywhere(weights: Any, source: Any, **_: Any) -> Any:
     """`move_p` outside `shard_map`: global `weights [R * S_old, ...]` by `source [R * S_new]`."""
     moved = jnp.where(_column(source >= 0, weights.ndim), weights[jnp.maximum(source, 0)], jnp.zeros((), weights.dtype))
     return jnp.where(_column(source == -2, weights.ndim), _lost(weights.dtype), moved)
 
 
-def _reduce_everywhere(gradients: Any, source: Any, rows: int) -> Any:
+def _reduce_everywhere(gradients: Any, source: Any, *, rows: int, **_: Any) -> Any:
     """`reduce_p` outside `shard_map`: global `gradients [R * S_new, ...]` by `source [R * S_new]`, to `[rows, ...]`."""
-    order, _ = _layout.order_within_bins(source, rows)
+    order = _layout.order_within_bins(source, rows)[0]
 
     def add(state: Any) -> Any:
         turn, total = state
@@ -482,6 +489,18 @@ move_done_p = declare(
 reduce_p = declare("reduce_gradients", functools.partial(_rows, "old_slots"), otherwise=_reduce)
 transposed_by(move_p, reduce_p)
 transposed_by(reduce_p, move_p)
+move_everywhere_p = declare_composite(
+    "move_weights_everywhere",
+    lambda weights, source, **_: [((*source.shape, *weights.shape[1:]), weights.dtype)],
+    _move_everywhere,
+)
+reduce_everywhere_p = declare_composite(
+    "reduce_gradients_everywhere",
+    lambda gradients, _, *, rows, **__: [((rows, *gradients.shape[1:]), gradients.dtype)],
+    _reduce_everywhere,
+)
+transposed_by(move_everywhere_p, reduce_everywhere_p)
+transposed_by(reduce_everywhere_p, move_everywhere_p)
 batching.primitive_batchers[move_start_p] = batch_start(functools.partial(_rows, "new_slots"))
 batching.primitive_batchers[move_done_p] = batch_done("move_weights_done", move_p.bind, 3)
 

@@ -428,6 +428,7 @@ def backend(value: Any, caller: str) -> str | None:
 
 def _flat(x: jax.Array) -> jax.Array:
     """`[..., N]` as `[T, N]`."""
+    x = _mesh.whole(x)
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 

@@ -1,5 +1,6 @@
 """Placements: plans, the choice of replicas, moved weights, and results with the bits of those without replicas."""
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -265,6 +266,43 @@ def test_move_and_reduce_equal_plain_loops_inside_shard_map_and_outside(seed):
     table = xm.balance.moves(old, new)
     assert (table[:, 0] * S + table[:, 1] == source[table[:, 2] * S + table[:, 3]]).all()
     assert len(table) == (source >= 0).sum()
+
+
+def test_gradients_of_many_replicas_outside_are_added_as_inside():
+    """In float32 in ascending order, rounded once; and `reduce` has a gradient, which is `move`."""
+    new = xm.balance.from_experts(np.stack([np.zeros(R, np.int32), 1 + np.arange(R)], axis=1), R + 1)
+    w, g = np.random.default_rng(4).standard_normal((2, 2 * R, 64)).astype("bfloat16")
+    moved, pull = jax.vjp(lambda w: new.move(w, None, new), w)
+    assert_bits(pull(g)[0], new.reduce(g), "transposed outside")
+    _, back = jax.vjp(new.reduce, g)
+    assert_bits(back(w)[0], moved, "transpose of reduce")
+    assert_bits(jax.vmap(lambda g: new.reduce(g))(np.stack([g, w]))[0], new.reduce(g), "a map over a batch")
+
+
+@pytest.mark.parametrize("specs", [P("ep"), P(None, "tp"), P("ep", "tp")], ids=str)
+def test_global_weights_on_explicit_axes(specs):
+    """The axes of `jax.make_mesh` are explicit: what is moved stays sharded as it was."""
+    mesh = jax.make_mesh((R, 2), ("ep", "tp"))
+    new, w = random_placement(2), np.random.default_rng(2).standard_normal((R * 3, 4)).astype(np.float32)
+
+    def there_and_back(w):
+        moved = new.move(w, None, new)
+        return moved, new.reduce(moved * moved), jax.grad(lambda w: jnp.sum(new.move(w, None, new) ** 2))(w)
+
+    expected = there_and_back(w)
+    for context in (contextlib.nullcontext(), jax.set_mesh(mesh)):
+        placed = jax.device_put(w, jax.NamedSharding(mesh, specs))
+        with context:
+            found = new.move(placed, None, new), new.reduce(new.move(placed, None, new))
+    with jax.set_mesh(mesh):
+        in_jit = jax.jit(there_and_back)(placed)
+    for result, wanted in zip((found[0], *in_jit), (expected[0], *expected), strict=True):
+        assert_bits(result, np.asarray(wanted), "on explicit axes")
+        assert jax.typeof(result).sharding.spec == jax.typeof(placed).sharding.spec
+    idx = jax.device_put(np.arange(24, dtype=np.int32).reshape(8, 3) % 13, jax.NamedSharding(mesh, P("ep")))
+    assert_bits(new.route(idx, 1), new.route(np.asarray(idx), 1), "route")
+    counted, plain = (xm.get_dispatch_layout(i, num_experts=E, num_ranks=R) for i in (idx, np.asarray(idx)))
+    jax.tree.map(lambda a, b: assert_bits(a, np.asarray(b), "counts"), counted, plain)
 
 
 def test_moved_weights_and_gathered_arrays_know_the_nodes_of_the_job(monkeypatch):

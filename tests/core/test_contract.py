@@ -285,13 +285,27 @@ def test_two_axes_of_three(dp_tp_mesh):
     np.testing.assert_allclose(out, x * weights.sum(1, keepdims=True), rtol=1e-5)
 
 
-def test_partial_manual_shard_map():
-    """Only "ep" is manual; "dp" is left to the partitioner."""
-    mesh = jax.make_mesh((2, 4), ("dp", "ep"), axis_types=(AxisType.Auto, AxisType.Auto))
+@pytest.mark.parametrize("sharding", [None, P("ep", "dp"), P(("ep", "dp"))], ids=["Auto", "hidden", "tokens"])
+def test_partial_manual_shard_map(sharding):
+    """Only "ep" is manual; "dp" is left to the partitioner, or is an explicit axis over which tokens are sharded."""
+    axis_type = AxisType.Auto if sharding is None else AxisType.Explicit
+    mesh = jax.make_mesh((2, 4), ("dp", "ep"), axis_types=(axis_type,) * 2)
     arrays = operands()
+    x, idx, weights = (jax.device_put(a, jax.NamedSharding(mesh, sharding or P("ep"))) for a in arrays)
     program = jax.shard_map(layer, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), axis_names={"ep"})
-    out = jax.jit(program)(*place(mesh, arrays))
-    np.testing.assert_allclose(out, dense(*arrays), rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(program)(x, idx, weights), dense(*arrays), rtol=1e-5)
+
+    def moved(x):
+        segments = np.arange(RANKS, dtype=np.int32), np.ones(RANKS, np.int32)
+        x = xm.all_to_all(x, "ep", 0, 0, tiled=True)
+        return xm.ragged_all_to_all(x, jnp.zeros_like(x), *segments * 2, axis_name="ep")
+
+    with jax.set_mesh(mesh):
+        by_x = jax.jit(jax.grad(lambda *a: jnp.sum(program(*a))))(x, idx, weights)
+        exchanged = jax.jit(jax.shard_map(moved, in_specs=P("ep"), out_specs=P("ep"), axis_names={"ep"}))
+        there, by_moved = jax.jit(jax.value_and_grad(lambda x: jnp.sum(exchanged(x) ** 2)))(x)
+    np.testing.assert_allclose(by_x, np.broadcast_to(dense(1.0, *arrays[1:]), x.shape), rtol=1e-5)
+    assert there > 0 and by_moved.shape == x.shape and jax.typeof(by_moved).sharding == jax.typeof(x).sharding
 
 
 # -- data that passes between programs ---------------------------------------------------------------------------------
