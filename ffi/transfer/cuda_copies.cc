@@ -5,7 +5,8 @@
 namespace xen_moe::transfer {
 namespace {
 
-constexpr int kInProgress = 1, kFailed = -255, kCudaNotReady = 600, kCudaInvalidValue = 1;
+constexpr int8_t kInProgress = 1, kFailed = -101;  // none of UCX's
+constexpr int kCudaNotReady = 600, kCudaInvalidValue = 1;
 constexpr unsigned kEventDisableTiming = 2;
 
 // CUmemcpyAttributes: the sources are read in the stream's order. The other fields are for managed memory.
@@ -83,7 +84,7 @@ void* Flush(void* endpoint, const void*) {
   return new Request{&copies, event};
 }
 
-int Check(void* request) {
+int8_t Check(void* request) {
   auto& waited = *static_cast<Request*>(request);
   const int error = waited.copies->driver.event_query(waited.event);
   if (error == kCudaNotReady) return kInProgress;

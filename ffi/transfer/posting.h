@@ -26,7 +26,7 @@ struct Link {
   void* (*get)(void*, void*, size_t, uint64_t, void*, const void*) = nullptr;
   void* (*flush)(void*, const void*) = nullptr;
   unsigned (*progress)(void*) = nullptr;
-  int (*check)(void*) = nullptr;
+  int8_t (*check)(void*) = nullptr;  // `ucs_status_t` is one byte: an int would have more bits than were returned
   void (*release)(void*) = nullptr;
   PostMany move = nullptr, start = nullptr;
   void* worker = nullptr;

@@ -2,6 +2,8 @@
 
 import concurrent.futures
 import contextlib
+import os
+import pathlib
 import socket
 import sys
 import time
@@ -213,6 +215,25 @@ def test_two_peers_of_one_name_are_refused(engine, others):
     with xt.Engine(name="twin") as twin:
         with pytest.raises(xt.TransferRefused, match="names must be unique"):
             twin.connect(engine.descriptor)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_the_loopback_interface_by_any_name_opens_no_port_to_a_network(engine, host):
+    """UCX's own ports, which ask for no token, were open to every network where the host was a name."""
+    if socket.gethostbyname(host) != "127.0.0.1":
+        pytest.skip(f"{host} is another address here")
+    before = listening()
+    with xt.Engine(name="second", host=host):
+        opened = listening() - before
+    assert opened and {address for address, _ in opened} == {"0100007F"}, opened
+
+
+def listening():
+    """Returns (address, port), in hexadecimal digits, of this process's sockets that listen."""
+    links = [os.readlink(file) for file in pathlib.Path("/proc/self/fd").iterdir() if file.is_symlink()]
+    own = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    words = [line.split() for line in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {tuple(w[1].split(":")) for w in words if w[3] == "0A" and w[9] in own}
 
 
 def test_no_engine_listens(engine):

@@ -1,5 +1,6 @@
 """The posting loop: contents, a link that breaks, an installation without the compiled part, and the scheduled poll."""
 
+import ctypes
 import selectors
 import sys
 import time
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import xen_moe_jax.transfer as xt
+from tests.support import transfer as support
 from xen_moe_jax.transfer import _posting
 
 
@@ -45,6 +47,26 @@ def test_pages_short_writes_and_a_link_that_breaks(engine):
             ended = "lost"
         assert ended == "lost" or transfer.bytes_done == 64 << 20
         receiver.publish("r", jnp.arange(1000))
+
+
+@pytest.mark.parametrize("failing", ["put", "flush"])
+def test_an_error_is_one_byte_of_what_the_library_returns(failing):
+    """UCX's status is one byte of a register, the rest of which is left undefined: 231 is -25, a failed write."""
+    support.require()
+    pointer, word, request = ctypes.c_void_p, ctypes.c_uint32, 1 << 12
+    statuses = {"put": [231, 0], "flush": [0, 231]}[failing]
+    calls = [
+        ctypes.CFUNCTYPE(pointer, *[pointer] * 6)(lambda *_: request),
+        ctypes.CFUNCTYPE(pointer, *[pointer] * 6)(lambda *_: request),
+        ctypes.CFUNCTYPE(pointer, *[pointer] * 2)(lambda *_: request),
+        ctypes.CFUNCTYPE(word, pointer)(lambda _: 0),
+        ctypes.CFUNCTYPE(word, pointer)(lambda _: statuses.pop(0)),
+        ctypes.CFUNCTYPE(None, pointer)(lambda _: None),
+    ]
+    link = _posting.native().Link(1 << 20, 1 << 20, 8)
+    link.use_ucx([ctypes.cast(call, pointer).value for call in calls], 0, 0, [0, 0], 0)
+    posting = link.start(False, 0, False, np.array([[64, 64, 8]], np.int64), 4, False)
+    assert posting is not None and posting.status == -25
 
 
 def test_without_the_compiled_part_one_clear_error(monkeypatch):

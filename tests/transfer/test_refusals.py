@@ -101,6 +101,21 @@ class TestWhatErrorsSay:
         with pytest.raises(ValueError, match="a cannot be split"):
             engine.window({"a": self.SOURCE}, here)
 
+    @pytest.mark.parametrize("host", ["", None, 7, "0.0.0.0"])
+    def test_of_a_host_that_no_peer_could_connect_to(self, engine, host):
+        with pytest.raises(ValueError, match="host="):
+            xt.Engine(name="second", host=host)
+        with pytest.raises(OSError, match="host='no.such.host.invalid', port=0: cannot listen there"):
+            xt.Engine(name="second", host="no.such.host.invalid")
+
+    def test_of_settings(self, engine):
+        """No transport of that name: the library said so, in a byte that was not read, and the process crashed."""
+        for settings in ({"TLS": 3}, {3: "tcp"}):
+            with pytest.raises(ValueError, match="settings=.* must be strings"):
+                xt.Engine(name="second", settings=settings)
+        with pytest.raises(RuntimeError, match="ucp_init with .*'TLS': 'nothing'.* failed: No such device"):
+            xt.Engine(name="second", settings={"TLS": "nothing"})
+
     def test_of_a_port_that_is_taken(self, engine):
         with pytest.raises(OSError, match=r"host='127.0.0.1', port=\d+: cannot listen"):
             xt.Engine(name="second", port=engine._loop.address[1])

@@ -45,6 +45,23 @@ _never_released: list[Generation] = []
 """Memory that a peer which was cut off may still address: it is kept until this process ends."""
 
 
+def _no_listener(host: str, port: int, cause: OSError) -> OSError:
+    return OSError(cause.errno, f"host={host!r}, port={port}: cannot listen there: {cause.strerror}")
+
+
+def _address(host: Any, port: int) -> str:
+    """Returns the IPv4 address of a host. It also decides which network UCX uses."""
+    if not isinstance(host, str) or not host:
+        raise ValueError(f"host={host!r} must be an address or a name of this machine")
+    try:
+        address = socket.gethostbyname(host)
+    except OSError as cause:
+        raise _no_listener(host, port, cause) from cause
+    if address == "0.0.0.0":
+        raise ValueError(f"host={host!r} is no address that a peer could connect to: give the one of a network")
+    return address
+
+
 class Engine:
     """Moves JAX arrays to and from other processes. A context manager; `close()` ends it.
 
@@ -54,8 +71,8 @@ class Engine:
             between GPUs of one host are made by the CUDA driver, which takes less time for each piece.
         token: the secret that all engines of one job share. Without a token the descriptor holds a random secret, and
             any process that has the descriptor may connect.
-        host: the address to listen on. The loopback address serves this machine alone; any other address opens a port
-            to its network.
+        host: the address to listen on, which peers connect to. The loopback address serves this machine alone; any
+            other address opens a port to its network.
         port: the port to listen on; 0 lets the system choose.
         settings: UCX settings (names without `UCX_`).
         wire: a `Wire` to use instead of UCX; for tests.
@@ -80,13 +97,17 @@ class Engine:
             raise ValueError(f"name={name!r} must be a string of 1 to 256 characters")
         if token is not None and (not isinstance(token, bytes | str) or not token):
             raise ValueError("token= must be bytes or a string, not empty; without one the descriptor holds a secret")
-        if not isinstance(port, int) or not 0 <= port < 2**16:
+        if (number := as_int(port)) is None or not 0 <= number < 2**16:
             raise ValueError(f"port={port!r} must be 0 (any that is free) to 65535")
+        chosen = dict(settings or {})
+        if not all(isinstance(word, str) for word in (*chosen, *chosen.values())):
+            raise ValueError(f"settings={settings!r} must be strings by strings, as in {{'TLS': 'tcp'}}")
+        address = _address(host, number)
         self.name = name
         self.identity = secrets.token_hex(8)
         self._secret = secrets.token_bytes(32) if token is None else None
         self._key = _channel.secret_key(self._secret or (token.encode() if isinstance(token, str) else token or b""))
-        ucx = functools.partial(UcxWire, host, dict(settings or {}), backend == "auto")
+        ucx = functools.partial(UcxWire, address, chosen, backend == "auto")
         self._core = Core(name, ucx if wire is None else lambda: wire)
         self._windows = Windows(self._core)
         self._mailbox = Mailbox(self._core, self.identity)
@@ -99,15 +120,15 @@ class Engine:
         try:
             self._loop = Loop(
                 self._core,
-                host,
-                port,
+                address,
+                number,
                 greet=self._greet,
                 peers=lambda: self._peers,
                 housekeeping=self._windows.release_retired,
             )
         except OSError as cause:
             self._core.wire.close()
-            raise OSError(cause.errno, f"host={host!r}, port={port}: cannot listen there: {cause.strerror}") from cause
+            raise _no_listener(host, number, cause) from cause
         self._loop.start()
 
     def __repr__(self) -> str:

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import importlib
 import os
-from ctypes import CFUNCTYPE, POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, byref, c_char_p, c_int, c_int8, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from typing import Any
 
 from xen_moe_jax.transfer._errors import TransferUnavailable
@@ -27,6 +27,11 @@ _PEER_ERRORS = 1
 _CLOSE_FORCE = 1
 
 
+Status = c_int8
+"""`ucs_status_t` is one byte. A function that returns one leaves the rest of the register undefined: read as an int, an
+error can be positive."""
+
+
 class _Params(ctypes.Structure):
     _fields_ = [("field_mask", c_uint64), ("features", c_uint64), ("rest", c_uint64 * 16)]
 
@@ -35,7 +40,7 @@ class _WorkerParams(ctypes.Structure):
     _fields_ = [("field_mask", c_uint64), ("thread_mode", c_int), ("rest", c_uint64 * 32)]
 
 
-ErrorHandler = CFUNCTYPE(None, c_void_p, c_void_p, c_int)
+ErrorHandler = CFUNCTYPE(None, c_void_p, c_void_p, Status)
 """Called by `ucp_worker_progress` with (argument, endpoint, status) when the endpoint's peer is gone."""
 
 
@@ -95,31 +100,31 @@ class UcxError(RuntimeError):
 
 
 _PROTOTYPES = {
-    "ucp_config_read": (c_int, [c_char_p, c_char_p, POINTER(c_void_p)]),
-    "ucp_config_modify": (c_int, [c_void_p, c_char_p, c_char_p]),
+    "ucp_config_read": (Status, [c_char_p, c_char_p, POINTER(c_void_p)]),
+    "ucp_config_modify": (Status, [c_void_p, c_char_p, c_char_p]),
     "ucp_config_release": (None, [c_void_p]),
-    "ucp_init_version": (c_int, [c_uint, c_uint, POINTER(_Params), c_void_p, POINTER(c_void_p)]),
+    "ucp_init_version": (Status, [c_uint, c_uint, POINTER(_Params), c_void_p, POINTER(c_void_p)]),
     "ucp_cleanup": (None, [c_void_p]),
     "ucp_get_version_string": (c_char_p, []),
-    "ucp_worker_create": (c_int, [c_void_p, POINTER(_WorkerParams), POINTER(c_void_p)]),
+    "ucp_worker_create": (Status, [c_void_p, POINTER(_WorkerParams), POINTER(c_void_p)]),
     "ucp_worker_destroy": (None, [c_void_p]),
-    "ucp_worker_get_address": (c_int, [c_void_p, POINTER(c_void_p), POINTER(c_size_t)]),
+    "ucp_worker_get_address": (Status, [c_void_p, POINTER(c_void_p), POINTER(c_size_t)]),
     "ucp_worker_release_address": (None, [c_void_p, c_void_p]),
-    "ucp_worker_get_efd": (c_int, [c_void_p, POINTER(c_int)]),
-    "ucp_worker_arm": (c_int, [c_void_p]),
+    "ucp_worker_get_efd": (Status, [c_void_p, POINTER(c_int)]),
+    "ucp_worker_arm": (Status, [c_void_p]),
     "ucp_worker_progress": (c_uint, [c_void_p]),
-    "ucp_ep_create": (c_int, [c_void_p, POINTER(_EndpointParams), POINTER(c_void_p)]),
+    "ucp_ep_create": (Status, [c_void_p, POINTER(_EndpointParams), POINTER(c_void_p)]),
     "ucp_ep_close_nbx": (c_void_p, [c_void_p, POINTER(RequestParams)]),
     "ucp_ep_flush_nbx": (c_void_p, [c_void_p, POINTER(RequestParams)]),
-    "ucp_ep_rkey_unpack": (c_int, [c_void_p, c_char_p, POINTER(c_void_p)]),
+    "ucp_ep_rkey_unpack": (Status, [c_void_p, c_char_p, POINTER(c_void_p)]),
     "ucp_rkey_destroy": (None, [c_void_p]),
-    "ucp_mem_map": (c_int, [c_void_p, POINTER(_MapParams), POINTER(c_void_p)]),
-    "ucp_mem_unmap": (c_int, [c_void_p, c_void_p]),
-    "ucp_rkey_pack": (c_int, [c_void_p, c_void_p, POINTER(c_void_p), POINTER(c_size_t)]),
+    "ucp_mem_map": (Status, [c_void_p, POINTER(_MapParams), POINTER(c_void_p)]),
+    "ucp_mem_unmap": (Status, [c_void_p, c_void_p]),
+    "ucp_rkey_pack": (Status, [c_void_p, c_void_p, POINTER(c_void_p), POINTER(c_size_t)]),
     "ucp_rkey_buffer_release": (None, [c_void_p]),
     "ucp_put_nbx": (c_void_p, [c_void_p, c_void_p, c_size_t, c_uint64, c_void_p, POINTER(RequestParams)]),
     "ucp_get_nbx": (c_void_p, [c_void_p, c_void_p, c_size_t, c_uint64, c_void_p, POINTER(RequestParams)]),
-    "ucp_request_check_status": (c_int, [c_void_p]),
+    "ucp_request_check_status": (Status, [c_void_p]),
     "ucp_request_free": (None, [c_void_p]),
 }
 
@@ -158,7 +163,7 @@ def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
     for name, (result, arguments) in _PROTOTYPES.items():
         function = getattr(ucp, name)
         function.restype, function.argtypes = result, arguments
-    ucs.ucs_status_string.restype, ucs.ucs_status_string.argtypes = c_char_p, [c_int]
+    ucs.ucs_status_string.restype, ucs.ucs_status_string.argtypes = c_char_p, [Status]
     return ucs, ucp
 
 
@@ -193,7 +198,8 @@ def create_context(settings: dict[str, str]) -> int:
         for key, value in settings.items():
             _check(f"ucp_config_modify({key}={value})", ucp.ucp_config_modify(config, key.encode(), value.encode()))
         params = _Params(field_mask=1, features=_FEATURE_RMA | _FEATURE_WAKEUP | _FEATURE_MESSAGES)
-        _check("ucp_init", ucp.ucp_init_version(*API, byref(params), config, byref(context)))
+        made = ucp.ucp_init_version(*API, byref(params), config, byref(context))
+        _check(f"ucp_init with {settings}, and with UCX_... of the environment,", made)
     finally:
         ucp.ucp_config_release(config)
     return context.value or 0
