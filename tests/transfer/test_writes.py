@@ -146,6 +146,45 @@ def test_cancel_before_anything_was_posted(engine, other):
     assert not np.asarray(window.commit(10)).any()
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_source_that_is_deleted_while_it_is_written_is_not_counted(engine, other, again):
+    """The memory was unmapped under the loop that copies, which ended the sender's process."""
+    engine.window({"big": aval((64 << 20,), np.float32)})
+    with pytest.raises(xt.TransferRefused, match="deleted or donated"):
+        other.call("write_and_delete", "big", 1, again)
+    assert engine.counter(1, expect=1).value == 0 and not engine.peer("there").lost
+
+
+@pytest.mark.parametrize("rows", [1000, 4_000_000])
+@pytest.mark.parametrize("how", ["deleted", "donated"])
+def test_a_message_that_is_deleted_or_donated_before_it_is_received(engine, rows, how):
+    """The receiver got what lay in the memory by then, or lost the connection where nothing did."""
+    with xt.Engine(name="sender") as sender:
+        peer = sender.connect(engine.descriptor)
+        source = jnp.arange(float(rows)).block_until_ready()
+        sent = sender.send(peer, source)
+        if how == "deleted":
+            source.delete()
+        else:
+            jax.jit(lambda x: x * 0 - 1, donate_argnums=0)(source).block_until_ready()
+        others = [jnp.full((rows,), 7.0).block_until_ready() for _ in range(3)]
+        same(engine.recv(timeout=10), np.arange(rows, dtype=np.float32))
+        sent.wait(10)
+        del others
+
+
+def test_a_published_array_that_was_deleted_is_refused_alone(engine):
+    with xt.Engine(name="reader") as reader:
+        peer = reader.connect(engine.descriptor)
+        source = jnp.arange(4e6)
+        engine.publish("p", source)
+        target = peer["p"]
+        source.delete()
+        with pytest.raises(xt.TransferRefused, match="'here' has donated or deleted 'p'"):
+            reader.read(target)
+        assert not peer.lost
+
+
 def test_a_source_that_was_deleted_is_not_counted(engine, other):
     engine.window(aval((900, 900), np.float32), name="slow")
     with pytest.raises(xt.TransferRefused, match="deleted or donated"):

@@ -186,6 +186,18 @@ def cancel_slow(state, name, imm):
     raise AssertionError("a cancelled transfer ended well")
 
 
+def write_and_delete(state, name, imm, again):
+    """Deletes a source of many slices when its write has begun; JAX gives memory of this size back to the system."""
+    array = state.peer[name]
+    if again:  # Then the write takes the short path.
+        state.engine.write(jnp.zeros(array.shape, array.dtype), array).wait(20)
+    source = jnp.ones(array.shape, array.dtype).block_until_ready()
+    transfer = state.engine.write(source, array, imm=imm)
+    assert not transfer.done()
+    source.delete()
+    transfer.wait(20)
+
+
 def write_deleted(state, name, imm):
     array = slow_source()
     transfer = state.engine.write(array, state.peer[name], imm=imm)

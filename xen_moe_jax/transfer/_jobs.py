@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-
 from xen_moe_jax.transfer import _memory
 from xen_moe_jax.transfer._connection import Grant
 from xen_moe_jax.transfer._core import Core
@@ -64,8 +62,7 @@ def parts_job(
             shards, held = _memory.local_shards(array)
             kept += held
             runs += target.runs(shards, grant.leaves[target.leaf.path].shards, pages, grant.templates)
-        in_place = isinstance(array, jax.Array) and len(held) == 1 and held[0] is array  # On one device.
-        if in_place and len(parts) == len(runs) == 1:
+        if len(parts) == len(runs) == 1 and _memory.is_in_place(array):
             if len(target.repeats) >= MAX_TEMPLATES:
                 target.repeats.clear()
             target.repeats[None if pages is None else pages_key(pages)] = Repeat(grant, request, array, runs[0])

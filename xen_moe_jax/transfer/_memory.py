@@ -114,6 +114,20 @@ def _whole(shape: tuple[int, ...]) -> Box:
     return tuple((0, extent) for extent in shape)
 
 
+def is_in_place(array: Any) -> bool:
+    """Returns whether it is an array of JAX's on one device, whose memory is addressed where it is."""
+    if not isinstance(array, jax.Array) or not isinstance(array.sharding, jax.sharding.SingleDeviceSharding):
+        return False
+    device: Any = array.device
+    return device.platform in _IN_PLACE
+
+
+def held(data: jax.Array, memory: str) -> list[object]:
+    """Returns what keeps the memory of an array on one device where it is. While NumPy looks at memory of a CPU, JAX
+    frees it after no `delete` and does not donate it; a GPU's may be given to another array, and stays mapped."""
+    return [data, np.asarray(data)] if memory == "host" else [data]
+
+
 def local_shards(array: Any) -> tuple[list[Shard], list[object]]:
     """Returns (this process's shards of a finished array, each box once; the objects that keep their memory alive)."""
     if not isinstance(array, jax.Array):
@@ -122,7 +136,7 @@ def local_shards(array: Any) -> tuple[list[Shard], list[object]]:
     if isinstance(array.sharding, jax.sharding.SingleDeviceSharding) and array.size:  # The usual array of small writes.
         device: Any = array.device
         if memory := _IN_PLACE.get(device.platform):
-            return [Shard(_whole(array.shape), array.unsafe_buffer_pointer(), memory)], [array]
+            return [Shard(_whole(array.shape), array.unsafe_buffer_pointer(), memory)], held(array, memory)
     shards: dict[Box, Shard] = {}
     kept: list[object] = [array]
     for shard in array.addressable_shards:
@@ -135,7 +149,7 @@ def local_shards(array: Any) -> tuple[list[Shard], list[object]]:
             kept.append(host)
             shards[box] = Shard(box, host.ctypes.data, "host")
         else:
-            kept.append(shard.data)
+            kept += held(shard.data, memory)
             shards[box] = Shard(box, shard.data.unsafe_buffer_pointer(), memory)
     return list(shards.values()), kept
 

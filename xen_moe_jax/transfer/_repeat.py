@@ -9,6 +9,7 @@ from xen_moe_jax.transfer import _memory
 from xen_moe_jax.transfer._connection import Grant
 from xen_moe_jax.transfer._core import Core
 from xen_moe_jax.transfer._counter import Imm
+from xen_moe_jax.transfer._posting import SHORT
 from xen_moe_jax.transfer._transfer import Arrived, Job, Runs, Transfer
 from xen_moe_jax.transfer._wire import Posting, Repeated, at_address
 
@@ -20,12 +21,13 @@ class Repeat:
     errors of a write that is wrong.
     """
 
-    __slots__ = ("_aval", "_grant", "_kind", "_request", "_runs", "_seen", "_sharding")
+    __slots__ = ("_aval", "_grant", "_is_long", "_kind", "_request", "_runs", "_seen", "_sharding")
 
     def __init__(self, grant: Grant, request: str, source: Any, runs: Runs):
         template = at_address(runs.addresses, -source.unsafe_buffer_pointer())
         self._grant, self._request = grant, request
         self._runs = Repeated(runs.key, runs.memory, runs.nbytes, template)
+        self._is_long = runs.nbytes > SHORT
         self._kind, self._aval, self._sharding = type(source), source.aval, source.sharding
         self._seen = weakref.ref(source)
 
@@ -54,6 +56,7 @@ class Repeat:
             runs, pointer = self._runs, source.unsafe_buffer_pointer()
             lasting = runs.lasting
             posting: Posting | None
+            kept = _memory.held(source, runs.memory) if self._is_long else [source]  # Other threads run meanwhile.
             if lasting is not None and not peer.link.failed:
                 posting = None if (loop := lasting.call(pointer)) is None else lasting.posting(loop)
             else:
@@ -64,4 +67,6 @@ class Repeat:
                 return Arrived(core, self._request, runs.nbytes)
             job = Job(peer, grant, None)
             job.add(posting, runs.nbytes)
-            return Transfer(core, "put", self._request, [], [source], imm, last).start_posted(job)
+            if posting is not None and not self._is_long:
+                kept = _memory.held(source, runs.memory)
+            return Transfer(core, "put", self._request, [], kept, imm, last).start_posted(job)

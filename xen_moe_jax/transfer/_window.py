@@ -435,8 +435,10 @@ class Windows:
     def on_lease(self, peer: Connection, head: dict) -> None:
         """Grants a lease to a peer that begins to read published arrays."""
         published, _ = self._published.get(head["name"], (None, ""))
-        if published is None:
+        if published is None or not published.intact():
             text = f"{self.core.name!r} has published nothing named {head['name']!r}"
+            if published is not None:
+                text = f"{self.core.name!r} has donated or deleted {head['name']!r}: publish it again"
             _refuse(peer, head, "TransferRefused", text)
             return
         published.lease()
