@@ -96,6 +96,16 @@ class TestWhatErrorsSay:
         with pytest.raises(ValueError, match=option):
             engine.window({"a": self.SOURCE}, **{option: value})
 
+    @pytest.mark.parametrize("name", [("kv", "k"), ["kv"], "", 0, None, slice(0, 2)], ids=str)
+    def test_of_names_of_a_peer_s_windows(self, sides, name):
+        """The peer took a list for a breach of the protocol, and the connection was lost."""
+        engine, _, peer, _ = sides
+        with pytest.raises(ValueError, match="window of 'here': name=.* must be a string"):
+            peer[name]
+        with pytest.raises(ValueError, match="must be a string, not empty"):
+            engine.window({"": self.SOURCE})
+        assert peer["kv"].shape == (4, 2)
+
     def test_of_a_sharding_that_does_not_divide(self, engine):
         here = jax.NamedSharding(jax.make_mesh((3,), ("x",), devices=jax.devices()[:3]), jax.P("x"))
         with pytest.raises(ValueError, match="a cannot be split"):

@@ -272,6 +272,8 @@ class Engine:
             check_name(name, "window")
         if name is None and not (isinstance(avals, dict) and avals):
             raise ValueError("window: give a name, or a dict of avals whose keys are the names")
+        for key in () if name is not None else avals:
+            check_name(str(key), "window")
         with about("window" if name is None else f"window {name!r}"):
             window = Window(self._windows, avals, shardings, name, writers, readable, in_place)
         names = {name: ""} if name is not None else {str(key): str(key) for key in avals}

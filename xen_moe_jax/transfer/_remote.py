@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from xen_moe_jax.transfer._channel import Channel
-from xen_moe_jax.transfer._checks import as_int
+from xen_moe_jax.transfer._checks import as_int, check_name
 from xen_moe_jax.transfer._connection import Connection, Grant, Template
 from xen_moe_jax.transfer._core import Core
 from xen_moe_jax.transfer._errors import TransferRefused, stale_window
@@ -52,6 +52,7 @@ class Peer(Connection):
 
     def window(self, name: str, timeout: float = 30.0) -> RemoteArray | RemoteTree:
         """Returns `peer[name]`, with a time limit in seconds."""
+        check_name(name, f"window of {self.name!r}")
         reply = self.ask({"t": "look", "name": name}, timeout, f"window {name!r} of {self.name!r}")
         leaves = {record["p"]: Leaf.from_json(record) for record in reply["leaves"]}
         target = RemoteWindow(self, name, int(reply["w"]), int(reply["g"]), bool(reply["writable"]), leaves)
