@@ -261,7 +261,7 @@ def _product(
     if tiles.fitted and (tiles.m, tiles.split) != (HEIGHTS[-1], "n"):
         raise ValueError(f"{tiles}: fitted tiles have m={HEIGHTS[-1]} and split='n'")
     is_gathered = index_of_rows is not None
-    pair = tiles.pair and n_tiles % 2 == 0 and not is_gathered and not tiles.claimed
+    pair = tiles.pair and n_tiles % 2 == 0 and not tiles.claimed
     tiles = dataclasses.replace(tiles, pair=pair)
     first_row = None if into is None else into.first_row
     # a thread loads two factors of a fitted tile's rows at a time (`Part.beside`)

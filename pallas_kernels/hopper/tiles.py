@@ -42,7 +42,7 @@ class Tiles:
         are the left operand of wgmma then, whose height is always 64, and the rows are the right one, whose width is
         any multiple of 8. `split` must be "n".
       pair: two thread blocks side by side compute two tiles of rows with the same weights, and each loads half of these
-        for both, in matmuls of rows that are not gathered, with an even number of columns of tiles, and not `claimed`.
+        for both, in matmuls of rows with an even number of columns of tiles, and not `claimed`.
     """
 
     m: int = 128

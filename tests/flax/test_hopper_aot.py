@@ -47,7 +47,7 @@ def test_machine_code_of_fitted_tiles(sharding, kernel, tmp_path, monkeypatch):
     assert re.search(r"stmatrix\S*\.trans", text) and "st.shared.b16" not in text
 
 
-@pytest.mark.parametrize("kernel", ["swiglu", "gradient_of_rows"])
+@pytest.mark.parametrize("kernel", ["swiglu", "gradient_of_rows", "gathered_swiglu", "gathered_gradient_of_rows"])
 def test_machine_code_of_pairs(sharding, kernel, tmp_path, monkeypatch):
     """Both blocks of a pair get what either one loads."""
     tiles = dataclasses.replace(MANY, band=2, pair=True)

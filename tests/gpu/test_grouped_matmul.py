@@ -99,12 +99,14 @@ def test_tilings(tiling):
     check(*operands((1, 700, 9, 12000), depth=512), plan)
 
 
-@pytest.mark.parametrize("tiling", ["usual", "half as high, claimed", "claimed, small", "tall", "fitted, claimed"])
+@pytest.mark.parametrize(
+    "tiling", ["usual", "half as high, claimed", "claimed, small", "tall", "fitted, claimed", "pairs"]
+)
 @pytest.mark.parametrize("groups", GROUPS)
 def test_gathered_rows(groups, tiling):
     """Rows by an index: the bits of the same kernels on rows that were put in order, and of any index behind them."""
     sizes, tiles, swiglu = GROUPS[groups], TILINGS[tiling], TILINGS[tiling].n == 256
-    used, tokens, hidden, width = sum(sizes), 100, 320, 384
+    used, tokens, hidden, width = sum(sizes), 100, 320, 512 if tiles.pair else 384
     capacity = used + 72 + -used % 8
     keys = iter(jax.random.split(jax.random.key(3), 9))
 
@@ -126,7 +128,7 @@ def test_gathered_rows(groups, tiling):
         if swiglu:
             run = functools.partial(activated_rows, activation=Activation(), projections=True, tiles=tiles)
             activated = run(rows, (gate, up), group_sizes, index=index)
-        of_weights = Tiles() if tiles.fitted else tiles
+        of_weights = Tiles() if tiles.fitted or tiles.pair else tiles
         left = rows_by_rows(rows, wide, group_sizes, index, gathered="rows", tiles=of_weights)
         right = rows_by_rows(wide, rows, group_sizes, index, gathered="others", tiles=of_weights)
         return [of_rows[:used], by_rows[:used], *(a[:used] for a in activated), left, right]
