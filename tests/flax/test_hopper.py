@@ -382,6 +382,13 @@ def test_plans_for_few_rows():
     assert more == dataclasses.replace(some, forward=many.forward)
     assert few == hopper.Plan(hopper.FEW[0], hopper.FEW[0], many.weights, hopper.FEW[0], many.sums)
     assert hopper.plan(7168, 128, 2048, 64).forward == hopper.FEW[1]
+    assert some.projections_gathered == dataclasses.replace(fitted, pair=True)
+    for depth, columns in ((2880, 2880), (4096, 1408)):  # not deep enough, and an odd number of columns of tiles
+        shallow = hopper.plan(depth, columns, 640 * 8, 8)
+        assert shallow.projections_gathered == shallow.gated == claimed
+    with _overlap.overlap_work():
+        busy = hopper.plan(7168, 2048, 640 * 8, 8)
+    assert busy.projections_gathered == busy.gated == claimed
 
 
 @pytest.mark.parametrize("band", [1, 3, 8])

@@ -47,10 +47,13 @@ def test_machine_code_of_fitted_tiles(sharding, kernel, tmp_path, monkeypatch):
     assert re.search(r"stmatrix\S*\.trans", text) and "st.shared.b16" not in text
 
 
-@pytest.mark.parametrize("kernel", ["swiglu", "gradient_of_rows", "gathered_swiglu", "gathered_gradient_of_rows"])
-def test_machine_code_of_pairs(sharding, kernel, tmp_path, monkeypatch):
+PAIRED = [(name, MANY) for name in ("swiglu", "gradient_of_rows", "gathered_swiglu", "gathered_gradient_of_rows")]
+
+
+@pytest.mark.parametrize("kernel,tiles", [*PAIRED, ("gathered_swiglu", hopper.FITTED)])
+def test_machine_code_of_pairs(sharding, kernel, tiles, tmp_path, monkeypatch):
     """Both blocks of a pair get what either one loads."""
-    tiles = dataclasses.replace(MANY, band=2, pair=True)
+    tiles = dataclasses.replace(tiles, band=2, pair=True)
     compile_alone(getattr(hopper_kernels, kernel), tiles, hopper_kernels.operands(sharding), tmp_path, monkeypatch)
     (text,) = [path.read_text() for path in tmp_path.glob("*.ptx")]
     assert "multicast::cluster" in text

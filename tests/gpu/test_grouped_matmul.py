@@ -40,6 +40,7 @@ TILINGS = {
     "fitted": Tiles(m=144, split="n", fitted=True, band=2),
     "fitted, claimed": Tiles(m=144, split="n", fitted=True, claimed=True),
     "pairs": Tiles(pair=True, band=20),
+    "fitted, pairs": Tiles(m=144, split="n", fitted=True, band=20, pair=True),
 }
 
 
@@ -99,9 +100,10 @@ def test_tilings(tiling):
     check(*operands((1, 700, 9, 12000), depth=512), plan)
 
 
-@pytest.mark.parametrize(
-    "tiling", ["usual", "half as high, claimed", "claimed, small", "tall", "fitted, claimed", "pairs"]
-)
+GATHERED = "usual", "half as high, claimed", "claimed, small", "tall", "fitted, claimed", "pairs", "fitted, pairs"
+
+
+@pytest.mark.parametrize("tiling", GATHERED)
 @pytest.mark.parametrize("groups", GROUPS)
 def test_gathered_rows(groups, tiling):
     """Rows by an index: the bits of the same kernels on rows that were put in order, and of any index behind them."""

@@ -113,7 +113,7 @@ class _Step:
         """Returns the activation `[C, F]`, and with `projections` these, `[C, F]` each, else none."""
         both, biases = mlp.weights_and_biases(self.function, first)
         plan, _ = self.plans(x, both[0], index)
-        tiles = plan.gated if self.activation.gated else plan.forward
+        tiles = plan.projections_gathered if self.activation.gated else plan.forward
         out, *rest = hopper.activated_rows(
             x, both, sizes, biases, None, index, activation=self.activation, projections=projections, tiles=tiles
         )

@@ -57,6 +57,10 @@ FITTED, FITTED_ROWS = Tiles(m=HEIGHTS[-1], split="n", fitted=True), 640
 """Fitted tiles, and the most rows a group, by the size of the buffer, for which two projections and gradients of rows
 have them; single products have them up to half as many rows. They save work at the ends of groups, where few tiles of
 a group with more rows are."""
+PAIRED_FROM = 4096
+"""Depth from which fitted tiles of two projections of gathered rows are for pairs of blocks, with fixed shares, instead
+of claimed. A pair reads weights once and waits for the higher one of its tiles, which costs more where tiles are short.
+docs/lab/layers.md has the times."""
 BAND = 20
 """Most tiles of rows in a band of a group, in matmuls of many rows. All thread blocks together compute 132 tiles at a
 time. Row by row, blocks side by side would share the rows of a tile. In a band they share its weights, which are twice
@@ -83,6 +87,7 @@ class Plan:
       sums: of the gradient of a bias.
       gathered: of the gradient of the weights where the operand on the side of the columns is gathered; None if these
         are `weights`.
+      gated_gathered: of two projections side by side of rows that are gathered; None if these are `gated`.
     """
 
     forward: Tiles
@@ -91,10 +96,15 @@ class Plan:
     gated: Tiles = GATED
     sums: Tiles = SUMS
     gathered: Tiles | None = None
+    gated_gathered: Tiles | None = None
 
     @property
     def columns_gathered(self) -> Tiles:
         return self.gathered or self.weights
+
+    @property
+    def projections_gathered(self) -> Tiles:
+        return self.gated_gathered or self.gated
 
 
 @functools.cache
@@ -108,9 +118,10 @@ def plan(depth: int, columns: int, rows: int | None = None, groups: int = 1) -> 
     """Returns tiles for `[rows, depth]` times weights `[groups, depth, columns]`; `rows` None means many rows.
 
     Those of weights' gradients are `claimed`: thread blocks take them one by one, since a tile takes as long as its
-    group has rows. So are fitted tiles of two projections. Their heights differ, and blocks with fixed shares would
-    drift apart until those with the same weights, two matrices, read them from memory one after the other. While the
-    work of an `xm.overlap` is traced, all tiles are claimed, in the backward pass, too.
+    group has rows. So are fitted tiles of two projections, except those for pairs of blocks (`PAIRED_FROM`). Their
+    heights differ, and blocks with fixed shares would drift apart until those with the same weights, two matrices, read
+    them from memory one after the other. While the work of an `xm.overlap` is traced, all tiles are claimed, in the
+    backward pass, too.
     """
     few = rows is not None and rows <= FEW_ROWS * groups
     common = math.gcd(_padded(depth), _padded(columns)) * 2
@@ -137,12 +148,15 @@ def plan(depth: int, columns: int, rows: int | None = None, groups: int = 1) -> 
 
     weights = for_weights(PREFERRED)
     gated = for_rows((FEW[0] if few else FITTED if fits(1) else GATED,), columns)
+    even = -(-columns // (gated.n // 2)) % 2 == 0
+    in_pairs = gated.fitted and not gated.claimed and even and depth >= PAIRED_FROM
     return Plan(
         forward=for_rows(of_rows(2), columns),
         rows=for_rows(of_rows(1), depth),
         weights=weights,
         gathered=for_weights((TALL,)) if weights.band > 1 and depth % TALL.m == 0 else None,
         gated=dataclasses.replace(gated, claimed=gated.claimed or gated.fitted),
+        gated_gathered=dataclasses.replace(gated, pair=True) if in_pairs else None,
         sums=best((SUMS,), columns),
     )
 
