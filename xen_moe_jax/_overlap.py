@@ -203,7 +203,8 @@ def overlap[T](flights: T, work: Callable[..., Any], *args: Any) -> tuple[T, Any
       JAX), the flights are complete already and no order is imposed.
 
     Raises:
-      TypeError: `flights` holds no flight, or `work` is no function. ValueError: there is no array among `args`.
+      TypeError: `flights` holds no flight, or `work` is no function. ValueError: there is no array among `args`, or a
+        flight was finished or given to `overlap` before.
     """
     is_flight = lambda node: isinstance(node, Flight)  # noqa: E731
     nodes, tree = jax.tree.flatten(flights, is_leaf=is_flight)
@@ -220,10 +221,12 @@ def overlap[T](flights: T, work: Callable[..., Any], *args: Any) -> tuple[T, Any
             "given. Pass an array that it begins with, as in overlap(flight, work, x)"
         )
     split = [i for i, flight in enumerate(nodes) if is_pending(flight)]
+    for i, flight in enumerate(nodes):
+        use_flight(flight, "overlap")
+        if i not in split:  # complete: other arrays make it another flight
+            nodes[i] = dataclasses.replace(flight, state=jax.lax.optimization_barrier(flight.state))
     if not split:
-        return flights, work(*args)
-    for i in split:
-        use_flight(nodes[i], "overlap")
+        return jax.tree.unflatten(tree, nodes), work(*args)
     states = [nodes[i].state for i in split]
     states, args = _order(states, args)
     with overlap_work():

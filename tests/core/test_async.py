@@ -171,14 +171,21 @@ def test_overlap_leaves_what_is_no_array_as_it_is(mesh, lands):
     assert traced(mesh, body)[1].shape[-1] == 2 * async_programs.arguments(mesh)[3].shape[-1]
 
 
-@pytest.mark.parametrize("again", ["the flight that was given", "overlapped twice"])
-def test_overlap_uses_a_flight_up(mesh, lands, again):
+@pytest.mark.parametrize("again", ["given", "given and replaced", "overlapped twice", "finished before"])
+@pytest.mark.parametrize("pending", [True, False])
+def test_overlap_uses_a_flight_up(mesh, request, again, pending):
+    """Also where nothing is pending, so that a mistake shows before the program comes to a backend that overlaps."""
+    if pending:
+        request.getfixturevalue("lands")
+
     def body(x, idx, weights, a, w):
         flight = start(x, idx, weights)
+        if again == "finished before":
+            xm.dispatch_done(flight)
         other, a = xm.overlap(flight, jnp.sin, a)
         if again == "overlapped twice":
             xm.overlap(flight, jnp.sin, a)
-        return xm.dispatch_done(other).x, xm.dispatch_done(flight).x
+        return xm.dispatch_done(flight if again == "given" else other).x, xm.dispatch_done(flight).x
 
     with pytest.raises(ValueError, match="finished before: a flight is used once"):
         traced(mesh, body)
