@@ -263,6 +263,8 @@ def ragged_all_to_all(
     operand, wrap = _data(operand)
     output, _ = _data(output)
     operand, output, *offsets = _mesh.vary_over([operand, output, *offsets], names)
+    if 0 in (*operand.shape, *output.shape):  # nothing can arrive
+        return wrap(output)
 
     def exchange(output: jax.Array, segment: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         (out,) = ragged_all_to_all_p.bind(

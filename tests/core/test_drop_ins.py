@@ -71,6 +71,29 @@ def test_several_segments_in_groups(mesh4):
     assert_bits(on(mesh4, exchange)(*operands), expected, "three segments in groups")
 
 
+@pytest.mark.parametrize(
+    "rows, there, trailing", [(4, 4, (0,)), (4, 4, (2, 0)), (4, 0, (3,)), (0, 4, (3,)), (0, 0, (3,))]
+)
+def test_segments_of_nothing(mesh4, rows, there, trailing):
+    """Where rows are empty, or there are none to send or to receive, the result is `output`, and so is its gradient."""
+    operand = np.ones((RANKS, rows, *trailing), np.float32)
+    output = np.full((RANKS, there, *trailing), 2, np.float32)
+    segments = (
+        np.broadcast_to(np.arange(RANKS, dtype=np.int32), (RANKS, RANKS)),
+        np.ones((RANKS, RANKS), np.int32),
+    ) * 2
+
+    def loss(operand, output, *segments):
+        moved = xm.ragged_all_to_all(operand, output, *segments, axis_name="ep")
+        return jnp.sum(moved**2), moved
+
+    differentiated = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    (_, moved), (by_operand, by_output) = on(mesh4, differentiated)(operand, output, *segments)
+    assert_bits(moved, output, "result")
+    assert_bits(by_output, 2 * output, "gradient")
+    assert by_operand.shape == operand.shape and not by_operand.any()
+
+
 # -- vmap of ragged_all_to_all -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("shared", [True, False], ids=["shared segments", "own segments"])
 def test_vmap_of_ragged_all_to_all_is_a_loop(mesh4, shared):
