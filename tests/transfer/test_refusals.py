@@ -371,6 +371,25 @@ class TestPush:
         with pytest.raises(ValueError, match="collection of peers"):
             xt.push(whole, plan, peer)
 
+    @pytest.mark.parametrize(
+        ("wrong", "error", "text"),
+        [
+            (np.zeros((900, 901), np.float32), ValueError, r"a is float32\[900, 901\], and was float32\[900, 900\]"),
+            (np.zeros((900, 900), np.int32), ValueError, r"a is int32\[900, 900\], and was float32"),
+            (3.0, xt.TransferRefused, "a is a float: must be a jax.Array"),
+            ("deleted", xt.TransferRefused, "a was deleted or donated"),
+        ],
+        ids=["shape", "dtype", "float", "deleted"],
+    )
+    def test_params_of_another_plan(self, sides, wrong, error, text):
+        """What the plan had cut out of the right arrays was cut out of these, and cast."""
+        peer, _, plan = sides
+        if isinstance(wrong, str):
+            wrong = jnp.zeros((900, 900))
+            wrong.delete()
+        with pytest.raises(error, match=text):
+            xt.push({"a": wrong, "b": jnp.zeros((900, 900))}, plan, [peer])
+
     def test_params_that_are_sharded_otherwise(self, sides):
         peer, _, plan = sides
         here = jax.NamedSharding(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), jax.P("x"))

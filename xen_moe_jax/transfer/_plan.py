@@ -36,10 +36,11 @@ class Piece:
 @dataclass(frozen=True)
 class Plan:
     """Made by `plan`. `arrivals[receiver]` is how many writes a receiver must count; `windows[receiver]` is where they
-    go.
+    go. By path, `sources` are the shapes and dtypes of what is pushed, and `dtypes` those of what travels.
     """
 
     pieces: tuple[Piece, ...]
+    sources: Mapping[str, tuple[tuple[int, ...], np.dtype]]
     dtypes: Mapping[str, np.dtype]
     windows: Mapping[str, str | None]
     arrivals: Mapping[str, int]
@@ -78,6 +79,7 @@ def plan(src, dst, cast: Mapping[str, Any] | None = None) -> Plan:
     sources = {path: _holders(leaf, f"src: {path or 'the value'}") for path, leaf in avals.items()}
     layouts = _layouts(dst)
     dtypes = {path: _memory.check_dtype(aval.dtype, f"plan: {path or 'the array'}") for path, aval in avals.items()}
+    given = {path: (tuple(avals[path].shape), dtype) for path, dtype in dtypes.items()}
     casts = _casts({} if cast is None else cast, list(dtypes))
     for path in dtypes:
         dtypes[path] = next((dtype for found, dtype in casts.values() if path in found), dtypes[path])
@@ -100,6 +102,7 @@ def plan(src, dst, cast: Mapping[str, Any] | None = None) -> Plan:
     arrivals = Counter(receiver for _, receiver, _ in writes)
     return Plan(
         tuple(pieces),
+        given,
         dtypes,
         {layout.owner: layout.window or None for layout in layouts},
         {layout.owner: arrivals[layout.owner] for layout in layouts},

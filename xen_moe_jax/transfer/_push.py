@@ -11,7 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from xen_moe_jax.transfer import _memory
 from xen_moe_jax.transfer._checks import optional_deadline
+from xen_moe_jax.transfer._errors import TransferRefused
 from xen_moe_jax.transfer._jobs import parts_job
 from xen_moe_jax.transfer._layout import box_of, leaves_by_path
 from xen_moe_jax.transfer._messages import check_peer
@@ -60,7 +62,8 @@ def push(
     Every write adds one to `window.counter` of the generation at the receiver. When the last one for a receiver has
     arrived, the permission to write is given back: the death of this process afterwards does not spoil the generation.
 
-    Raises `KeyError` for a receiver that is not among the peers, and what `Engine.write` does.
+    Raises `KeyError` for a receiver that is not among the peers, `ValueError` for arrays that are not those of the
+    plan, and what `Engine.write` does.
     """
     if isinstance(peers, Peer | str):  # type: ignore[unreachable]
         raise ValueError(f"push: peers={peers!r} must be a collection of peers, as in [{peers!r}]")
@@ -73,6 +76,14 @@ def push(
     arrays = leaves_by_path(params)
     if arrays.keys() != plan.dtypes.keys():
         raise ValueError(f"push: params and the plan differ in {sorted(arrays.keys() ^ plan.dtypes.keys())[:8]}")
+    for path, (shape, dtype) in plan.sources.items():
+        array, what = arrays[path], path or "the array"
+        _memory.check_array(array, f"push: {what}")
+        if array.shape != shape or array.dtype != dtype:
+            found, planned = f"{array.dtype}{list(array.shape)}", f"{dtype}{list(shape)}"
+            raise ValueError(f"push: {what} is {found}, and was {planned} when the plan was made: make another plan")
+        if isinstance(array, jax.Array) and array.is_deleted():
+            raise TransferRefused(f"push: {what} was deleted or donated", request="push")
     transfers: list[Transfer] = []
     staged: deque[tuple[Transfer, int]] = deque()
     nbytes = 0
