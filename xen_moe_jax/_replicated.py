@@ -136,10 +136,10 @@ def own_sums(y: jax.Array, handle: ReplicatedHandle, *, weighted: bool) -> jax.A
     """float32 `[T, H_out]`, this rank's part of the sums of `combine_replicated`."""
     num_rows = math.prod(handle.spec.row_dims)
     place = jnp.where(handle.positions >= 0, handle.positions, num_rows)
-    # Not even a weight of zero may meet a row past the last group.
+    # Not even a weight of zero may meet a row past the last group, nor the weight of an unused slot a row of zeros.
     slots = y.reshape(num_rows, y.shape[-1]).at[place].get(mode="fill", fill_value=0).astype(jnp.float32)
     if weighted:
-        slots = slots * handle.weights[..., None]
+        slots = slots * jnp.where(handle.positions >= 0, handle.weights, 0.0)[..., None]
     return jnp.sum(slots, axis=1)
 
 

@@ -76,6 +76,28 @@ def test_quantized_tokens_and_one_expert_named_twice(mesh4):
     np.testing.assert_array_equal(out[:3], times * through[:3])
 
 
+def test_the_weight_of_an_unused_slot_reaches_nothing(mesh4):
+    """Not even as a NaN, in the output and in the gradients."""
+    x, idx, weights, *_ = (a[:TOKENS] for a in model())
+    used = (idx >= 0) & (idx < EXPERTS)
+    assert not used.all()
+
+    def body(x, idx, weights):
+        routed = xm.dispatch_replicated(x, idx, weights, num_experts=EXPERTS, axis_name="ep")
+        return xm.combine_replicated(jnp.sin(routed.x), routed.handle)
+
+    @jax.jit
+    def results(x, weights):
+        out, back = jax.vjp(lambda x, weights: shared(x, idx, weights), x, weights)
+        return out, back(jnp.cos(out))
+
+    shared = jax.shard_map(body, mesh=mesh4, in_specs=P(), out_specs=P())
+    clean = results(x, weights)
+    broken = results(x, np.where(used, weights, np.float32(np.nan)))
+    jax.tree.map(functools.partial(assert_bits, what="a result"), broken, clean)
+    assert np.isfinite(clean[0]).all()
+
+
 def test_one_sum_over_the_ranks_is_all_that_travels(mesh4):
     """Only one sum travels in the compiled program; an exported one gives the same bits, and takes the handle as an
     argument."""
