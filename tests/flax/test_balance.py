@@ -141,6 +141,19 @@ def test_losses_have_gradients():
     np.testing.assert_allclose(slope, (ahead - behind) / (2 * step), rtol=0.05)
 
 
+def test_perfect_balance_is_one_where_tokens_use_a_part_of_their_slots():
+    """Given experts may leave slots unused: of `top_k=2`, every token but the last one uses one slot here."""
+    config = dataclasses.replace(CONFIG, aux_loss_weight=1.0, sequence_loss_weight=2.0)
+    idx = np.stack([np.arange(2 * E) % E, np.full(2 * E, -1)], axis=1)
+    idx = jnp.asarray(np.concatenate([idx, [[-1, -1]]]))
+    logits = jnp.zeros((2 * E + 1, E))
+    routing = Routing(idx, jnp.ones(idx.shape), router_scores(logits, "softmax"), logits)
+    sequences = Sequences(jnp.arange(2 * E + 1) // E, 3, shared=False)
+    metrics = measure(config, routing, jnp.any(idx >= 0, axis=1), jnp.int32(0), sequences, ())
+    np.testing.assert_allclose(metrics.sequence_loss, 2, rtol=1e-6)
+    np.testing.assert_allclose(metrics.aux_loss, 1 + 2, rtol=1e-6)
+
+
 def literal_loss(config, logits, topk_idx, mask, sequence):
     """The losses with shares as the papers write them; for float64."""
     scores = jax.nn.softmax(logits) if config.score == "softmax" else jax.nn.sigmoid(logits)

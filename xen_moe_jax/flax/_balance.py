@@ -114,7 +114,7 @@ def metric_specs(config: MoEConfig, over_tokens: PartitionSpec) -> MoEMetrics:
     return MoEMetrics(**sums | {"topk_idx": over_tokens if config.return_topk_idx else None})
 
 
-def _sum_over(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+def _sum_over(axes: tuple[str, ...], x: Any) -> Any:
     return jax.lax.psum(x, axes) if axes else x
 
 
@@ -153,10 +153,10 @@ def load_balancing_loss(
       counts: int32 `[E]`, already summed over `axes`.
       axes: mesh axes that hold different tokens; empty for one rank.
     """
-    total = _sum_over(axes, _shares(routing, mask, config.score).sum(0))
+    shares = _shares(routing, mask, config.score)
+    total, tokens = _sum_over(axes, (shares.sum(0), jnp.sum(mask, dtype=jnp.float32)))
     slots = jnp.maximum(counts.sum(), 1).astype(jnp.float32)
-    # Each used token has K slots: tokens = slots / K.
-    return config.num_experts * jnp.sum(counts / slots * (total * (config.top_k / slots)))
+    return config.num_experts * jnp.sum(counts / slots * (total / jnp.maximum(tokens, 1.0)))
 
 
 def sequence_balancing_loss(
@@ -172,10 +172,10 @@ def sequence_balancing_loss(
         return _sum_over(axes, total) if sequences.shared else total
 
     one_hot = jax.nn.one_hot(routing.topk_idx, config.num_experts, dtype=jnp.float32).sum(1)  # -1: a row of zeros
-    tokens = per_sequence(mask.astype(jnp.float32))
-    some = jnp.maximum(tokens, 1.0)[:, None]
-    fraction = per_sequence(one_hot) * (config.num_experts / config.top_k) / some
-    loss = jnp.sum(fraction * (per_sequence(_shares(routing, mask, config.score)) / some))
+    tokens, counts = per_sequence(mask.astype(jnp.float32)), per_sequence(one_hot)
+    fraction = counts * config.num_experts / jnp.maximum(counts.sum(-1, keepdims=True), 1.0)
+    mean_share = per_sequence(_shares(routing, mask, config.score)) / jnp.maximum(tokens, 1.0)[:, None]
+    loss = jnp.sum(fraction * mean_share)
     used = jnp.sum(tokens > 0).astype(jnp.float32)
     if not sequences.shared:
         loss, used = _sum_over(axes, loss), _sum_over(axes, used)
