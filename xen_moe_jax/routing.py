@@ -134,7 +134,7 @@ def group_limited_top_k(
     if num_experts % num_groups:
         raise ValueError(f"{caller}: num_groups={num_groups}: must divide the {num_experts} experts")
     topk_groups = _check_int(topk_groups, "topk_groups", caller, num_groups, "num_groups")
-    group_best = _check_int(group_best, "group_best", caller, num_experts, "E")
+    group_best = _validate.integer(group_best, "group_best", caller, minimum=1)
     per_group = num_experts // num_groups
     if k > topk_groups * per_group:
         raise ValueError(

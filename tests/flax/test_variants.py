@@ -72,6 +72,7 @@ VARIANTS = {
     "Qwen2": QWEN2,
     "PhiMoE": PHIMOE,
     "DeepSeek-V2": DEEPSEEK_V2,
+    "one expert": dataclasses.replace(LLAMA4, num_experts=1, top_k=1),
     "ERNIE": dataclasses.replace(PLAIN, min_score_sum=0.4),  # of softmax scores: it matters for some tokens
 }
 
