@@ -15,7 +15,7 @@ from xen_moe_jax import _exact, _layout, _validate
 from xen_moe_jax._api import dispatch
 from xen_moe_jax._config import KernelConfig, RowsInHalves
 from xen_moe_jax._float8_weight import Float8Weight, without_codes
-from xen_moe_jax._numbers import is_one_of
+from xen_moe_jax._numbers import is_one_of, plain
 from xen_moe_jax._placement import Placement
 from xen_moe_jax._quantized_weight import QuantizedWeight, adopted, check_format, without_gradient
 from xen_moe_jax._replicated import combine_replicated, dispatch_replicated
@@ -139,8 +139,8 @@ def moe_mlp(
         grouped_matmul, experts = float8.choose(experts, grouped_matmul, None, layout, f"{CALLER}: experts"), None
     function = ExpertFunction(
         activation=activation,
-        activation_limit=activation_limit,
-        activation_alpha=activation_alpha,
+        activation_limit=plain(activation_limit),
+        activation_alpha=plain(activation_alpha),
         expert_bias=biases is not None,
         apply_weights_to=apply_weights_to,
         experts=experts,
@@ -319,6 +319,11 @@ def _check(function: ExpertFunction) -> None:
                 "layout": "; for 'ranked' call dispatch and combine",
             }.get(name, "")
             raise ValueError(f"{CALLER}: {name}={value!r}: must be one of {choices}{more}")
+    if not function.calls_its_matmul:
+        raise ValueError(
+            f"{CALLER}: grouped_matmul={function.grouped_matmul!r} with layout='padded': XLA multiplies its batches; "
+            "use 'auto'"
+        )
     for name in ("activation_limit", "activation_alpha"):
         value = getattr(function, name)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
@@ -381,6 +386,8 @@ def _array(function: ExpertFunction, name: str, array: Any) -> Any:
 
 def _check_shapes(hidden: tuple[int, ...], dtype: Any, weights: dict[str, jax.Array], num_local: int) -> None:
     up = weights["up"]
+    if 0 in up.shape:  # XLA's compiler crashes on a sharded program with such operands
+        raise ValueError(f"{CALLER}: up has shape {up.shape}: must be [L, H, F], each at least 1")
     width = up.shape[-1] if up.ndim else 0
     sizes = (num_local, *hidden, width)
     wanted = {"gate": ("LHF", sizes), "up": ("LHF", sizes), "down": ("LFH", (num_local, width, *hidden))}

@@ -473,6 +473,12 @@ MISTAKES = {
     "no bias of the gate": ({"biases": (None, UP[:, 0], UP[:, :, 0])}, ValueError, "gate_bias is None"),
     "where weights go": ({"apply_weights_to": "y"}, ValueError, "apply_weights_to='y': must be one of"),
     "matmul": ({"grouped_matmul": "triton"}, ValueError, "grouped_matmul='triton': .*or a function"),
+    "matmul without groups": (
+        {"grouped_matmul": "hopper", "layout": "padded"},
+        ValueError,
+        "grouped_matmul='hopper' with layout='padded': .*use 'auto'",
+    ),
+    "no features": ({"up": UP[..., :0], "gate": UP[..., :0]}, ValueError, r"up has shape \(2, 32, 0\): .*at least 1"),
     "ranked": ({"layout": "ranked"}, ValueError, "layout='ranked': .*call dispatch and combine"),
     "experts": ({"experts": 4}, TypeError, "experts=4: must be a function"),
     "dtype of experts": (
@@ -513,6 +519,19 @@ def test_mistakes(name, mesh4):
 
     with pytest.raises(error, match=message):
         jax.eval_shape(jax.shard_map(body, mesh=mesh4, in_specs=P(), out_specs=P()), jnp.zeros((8, TOP_K), jnp.int32))
+
+
+def test_numbers_of_numpy_are_numbers(mesh4):
+    case = Case("clipped_swiglu")
+    placed = jax.device_put(operands(case), jax.NamedSharding(mesh4, RANKED))
+
+    def body(*arrays):
+        limits = {"activation_limit": np.float32(0.5), "activation_alpha": np.float16(1.5)}
+        plain = {name: float(number) for name, number in limits.items()}
+        return [call(case, *arrays, **options) for options in (limits, plain)]
+
+    mapped = jax.jit(jax.shard_map(body, mesh=mesh4, in_specs=RANKED, out_specs=RANKED))
+    assert_bits(*mapped(*placed), "out")
 
 
 def test_rows_in_halves_are_for_the_backend_that_reads_them(monkeypatch, mesh4):

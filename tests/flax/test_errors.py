@@ -52,6 +52,7 @@ CONFIG_ERRORS = [
     ({"choice": "hash"}, ValueError, r"balancing='aux_loss': choice='hash' has no balance"),
     ({"score": "uniform"}, ValueError, r"score='uniform': only choice='hash'"),
     ({"z_loss_weight": -1}, ValueError, r"z_loss_weight=-1"),
+    ({"layout": "padded", "grouped_matmul": max}, ValueError, r"grouped_matmul=.*max.*layout='padded' .*use 'auto'"),
     ({"num_chunks": 0}, ValueError, r"num_chunks=0: must be a positive int"),
     ({"remat": "some"}, ValueError, r"remat='some': must be one of \('none', 'experts', 'all'\)"),
     ({"experts": 3}, TypeError, r"experts=3: must be a callable \(rows, group_sizes, weights\)"),

@@ -28,3 +28,9 @@ class ExpertFunction:
     def gated(self) -> bool:
         """True where an expert multiplies two projections, `gate` and `up`; False where it has `up` alone."""
         return self.activation.endswith("glu")
+
+    @property
+    def calls_its_matmul(self) -> bool:
+        """False where `grouped_matmul` asks for kernels or a function and the layout has no groups: batches of padded
+        rows are multiplied by XLA."""
+        return self.layout == "grouped" or self.grouped_matmul in ("auto", "ragged_dot")

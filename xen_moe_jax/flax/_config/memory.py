@@ -62,6 +62,8 @@ def check_memory(config: Any) -> None:
         allowed = value == unset or config.layout == "grouped"
         require(allowed, name, value, f"only layout='grouped' has one; leave it {unset}")
     require_choices(config, "drop", DROPS)
+    remedy = "layout='padded' multiplies its batches by XLA; use 'auto'"
+    require(config.calls_its_matmul, "grouped_matmul", config.grouped_matmul, remedy)
     allowed = config.drop == "position" or config.layout == "grouped"
     require(allowed, "drop", config.drop, "only layout='grouped' has a capacity; leave it 'position'")
     require_choices(config, "remat", ("none", "experts", "all"))
