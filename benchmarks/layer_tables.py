@@ -13,6 +13,7 @@ from typing import Any
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 FORWARD, BOTH = "forward", "forward+backward"
+THESE, EQUAL = "experts, these groups", "experts, equal groups"
 MEGA = 2**20
 EXPERTS = {
     "gate": "forward",
@@ -92,19 +93,23 @@ def layers(content: dict[str, Any]) -> list[str]:
     return [sizes, "", *table(columns, rows), *(["", *failed] if failed else [])]
 
 
-def routed_mlp() -> str:
-    """Table of `benchmarks/layers/routed_mlp.py` on four GPUs: medians in us, and the ratios of the layer's median to
-    those of its experts alone."""
-    content = json.loads((RESULTS / "layer_h200x4.json").read_text())["moe_mlp"]
+def routed_mlp(file: str, way: str = "dispatched") -> str:
+    """Table of `benchmarks/layers/routed_mlp.py`: medians in us, and the ratios of the layer's median to those of its
+    experts alone; and by the profiler, where the file has that."""
+    content = json.loads((RESULTS / file).read_text())["moe_mlp"]
+    profiled = content.get("us from the first kernel to the last, by the profiler")
     rows = []
     for shape, found in content["us, median, least and most of a round"].items():
         for what, ways in found.items():
-            layer, these, equal = (ways[w][0] for w in ("dispatched", "experts, these groups", "experts, equal groups"))
+            layer, these, equal = (ways[w][0] for w in (way, THESE, EQUAL))
             times = [f"{us:,.0f}" for us in (layer, these, equal)]
-            name = shape if what == FORWARD else ""
-            rows.append([name, what, *times, f"{layer / these:.2f}", f"{layer / equal:.2f}"])
-    columns = ["", "", "layer", "experts, these", "experts, equal", "over these", "over equal"]
-    return "\n".join(table(columns, rows))
+            cells = [shape if what == FORWARD else "", what, *times, f"{layer / these:.2f}", f"{layer / equal:.2f}"]
+            if profiled:
+                kernels = profiled[shape][what]
+                cells.append(f"{kernels[way] / kernels[THESE]:.2f}")
+            rows.append(cells)
+    columns = ["", "", "layer", THESE, EQUAL, "over these", "over equal"]
+    return "\n".join(table(columns + ["over these, profiler"] * bool(profiled), rows))
 
 
 def nnx_layers(content: dict[str, Any]) -> list[str]:
@@ -170,7 +175,9 @@ def absent(what: str) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "whole layers": lambda: files("layer_*.json", layers, absent("python -m benchmarks layer")),
-    "moe_mlp on four GPUs": routed_mlp,
+    "moe_mlp on one GPU": lambda: routed_mlp("model_shapes_h100.json", "gathered"),
+    "moe_mlp on two GPUs": lambda: routed_mlp("layer_h200x2.json"),
+    "moe_mlp on four GPUs": lambda: routed_mlp("layer_h200x4.json"),
     "stacks of layers": lambda: files("model_h*.json", layers, absent("python -m benchmarks model")),
     "NNX layer": lambda: files("nnx_layer_*.json", nnx_layers, absent("python -m benchmarks nnx-layer")),
     "training": lambda: files("train_*.json", training, absent("python -m benchmarks train")),
