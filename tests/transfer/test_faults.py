@@ -5,6 +5,7 @@ import contextlib
 import os
 import pathlib
 import socket
+import subprocess
 import sys
 import time
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import xen_moe_jax.transfer as xt
-from tests.support import transfer
+from tests.support import HANG_S, ROOT, transfer
 from tests.transfer.transfer_sides import content, slow_source
 from xen_moe_jax.transfer import _channel, _loop, _ucp
 
@@ -234,6 +235,28 @@ def listening():
     own = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
     words = [line.split() for line in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return {tuple(w[1].split(":")) for w in words if w[3] == "0A" and w[9] in own}
+
+
+def test_a_process_may_end_in_the_middle_of_a_write():
+    """An engine's thread that came back from its copies when Python had ended aborted the process, in most runs."""
+    transfer.require()
+    program = """
+import atexit
+atexit.register(lambda: print(sender._loop._thread.is_alive()))  # the first to register is the last to be called
+import jax, jax.numpy as jnp
+import xen_moe_jax.transfer as xt
+sender, receiver = xt.Engine(name="sender"), xt.Engine(name="receiver")
+peer = sender.connect(receiver.descriptor)
+window = receiver.window(jax.ShapeDtypeStruct((64 << 20,), jnp.uint8), name="w")
+source, target = jnp.ones((64 << 20,), jnp.uint8), peer["w"]
+pending = [sender.write(source, target) for _ in range(8)]
+assert not pending[-1].ended
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=HANG_S
+    )
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
 
 
 def test_no_engine_listens(engine):

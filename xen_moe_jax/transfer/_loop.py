@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 
 from xen_moe_jax.transfer._connection import Connection
@@ -16,6 +18,16 @@ MAX_HANDSHAKES = 32
 IDLE_S = 0.5
 SPUN_S = 1e-3
 """Interval in which the thread looks while a caller drives the engine."""
+
+
+_running: weakref.WeakSet[Loop] = weakref.WeakSet()
+
+
+@atexit.register
+def _halt_all() -> None:
+    """Ends the threads of engines that were not closed: one that copies when Python ends would abort the process."""
+    for loop in list(_running):
+        loop.halt()
 
 
 class Loop:
@@ -47,13 +59,19 @@ class Loop:
 
     def start(self) -> None:
         """Starts the thread."""
+        _running.add(self)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ends the thread, and closes the listener and the poller."""
+    def halt(self) -> None:
+        """Ends the thread."""
         self._stopping = True
         self._core.poller.wake()
         self._thread.join()
+
+    def stop(self) -> None:
+        """Ends the thread, and closes the listener and the poller."""
+        _running.discard(self)
+        self.halt()
         self._core.poller.close()
         self._listener.close()
 
