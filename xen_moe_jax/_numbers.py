@@ -52,6 +52,11 @@ def as_bool(value: Any) -> bool | None:
     return bool(value) if isinstance(value, bool | np.bool_) else None
 
 
+def is_wide(dtype: Any) -> bool:
+    """True for a floating-point dtype of 16 bits or more."""
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize > 1
+
+
 def is_one_of(value: Any, choices: Collection[str | None]) -> bool:
     """True for one of the choices. An array, which cannot be told from them by `in`, is none of them."""
     return isinstance(value, str | None) and value in choices

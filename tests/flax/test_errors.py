@@ -42,6 +42,8 @@ CONFIG_ERRORS = [
     ({"axis_name": ()}, ValueError, r"axis_name=\(\)"),
     ({"axis_name": ["ep"]}, ValueError, r"axis_name=\['ep'\]: must be a mesh axis name, or a tuple"),
     ({"param_dtype": None}, ValueError, r"param_dtype=None: must be a floating-point dtype"),
+    ({"param_dtype": "float8_e4m3fn"}, ValueError, r"param_dtype='float8_e4m3fn': .*dtype of 16 bits or more"),
+    ({"dtype": "float64"}, ValueError, r"dtype='float64': must be None or one of \('float32', 'bfloat16', 'float16'\)"),
     ({"axis_name": ("ep", "ep")}, ValueError, r"axis_name"),
     ({"axis_name": ("a", "b"), "token_axes": ("a",)}, ValueError, r"token_axes=\('a',\).*includes axis_name"),
     ({"token_axes": ("dp", "tp"), "tensor_axis": "tp"}, ValueError, r"token_axes.*replicated over 'tp'"),

@@ -15,7 +15,7 @@ import flax.linen as nn
 
 import xen_moe_jax as xm
 from tests.support.checks import assert_bits
-from tests.support.layers import make_mesh
+from tests.support.layers import layer, make_mesh
 from xen_moe_jax.experts import float8
 from xen_moe_jax.flax import MoEConfig, linen, nnx
 from xen_moe_jax.flax._parameters import parameter_table
@@ -141,3 +141,31 @@ def test_errors(changes, message):
         assert dataclasses.replace(quantized, expert_dtype=None).grouped_matmul == "auto"
     plainly = dataclasses.replace(in_int8, grouped_matmul="ragged_dot")
     assert dataclasses.replace(plainly, expert_dtype=None).grouped_matmul == "ragged_dot"
+
+
+@pytest.mark.parametrize(
+    ("codes", "error", "message"),
+    [
+        (lambda of: 3, TypeError, "quantized is a int: must be a dict; pass what quantized_weights returned"),
+        (lambda of: {"up": 3}, TypeError, r"quantized\['up'\] is a int: must be a Float8Weight"),
+        (lambda of: {"router": of["up"]}, ValueError, r"codes of 'router': must be one of \('gate', 'up', 'down'\)"),
+    ],
+    ids=["no dict", "no codes", "no expert"],
+)
+def test_wrong_codes(codes, error, message):
+    moe = layer(CONFIG)
+    with pytest.raises(error, match=message):
+        moe(jnp.ones((4, CONFIG.hidden_size)), quantized=codes(moe.quantized_weights()))
+    with pytest.raises(TypeError, match="compute_dtype='wide': must be None or a dtype"):
+        moe.quantized_weights("wide")
+
+
+def test_codes_without_scales_are_no_weights():
+    moe = layer(PLAIN)
+    weights = {name: getattr(moe, name)[...] for name in moe.weight_names}
+    weights["up"] = jnp.ones(weights["up"].shape, jnp.int8)
+    x = jnp.ones((4, CONFIG.hidden_size))
+    with pytest.raises(TypeError, match="up has dtype int8: must be floating point, or an xm.QuantizedWeight"):
+        nnx.MoE.from_weights(PLAIN, weights)(x)
+    with pytest.raises(TypeError, match="up has dtype int8"):
+        linen.MoE(PLAIN).apply(linen.variables_of(weights), x)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from xen_moe_jax._float8_weight import DTYPE, Float8Weight
-from xen_moe_jax._numbers import array, is_one_of
+from xen_moe_jax._numbers import array, is_one_of, is_wide
 from xen_moe_jax.experts import float8
 
 
@@ -48,7 +48,7 @@ def _codes_of(weight: Any, compute_dtype: Any) -> Float8Weight:
             "give the array from which it was made"
         )
     weight = array(weight, "quantize_weights", "weights")
-    if weight.ndim != 3 or not _is_wide(weight.dtype):
+    if weight.ndim != 3 or not is_wide(weight.dtype):
         raise TypeError(
             f"quantize_weights: {weight.dtype}{list(weight.shape)}: must be floating point [L, A, B] of 16 bits or more"
         )
@@ -56,11 +56,7 @@ def _codes_of(weight: Any, compute_dtype: Any) -> Float8Weight:
         dtype = weight.dtype if compute_dtype is None else jnp.dtype(compute_dtype)
     except (TypeError, ValueError):  # no dtype
         dtype = None
-    if dtype is None or not _is_wide(dtype):
+    if dtype is None or not is_wide(dtype):
         given = dtype or compute_dtype
         raise TypeError(f"quantize_weights: compute_dtype={given}: must be floating point of 16 bits or more")
     return float8.codes_of(weight.astype(dtype))
-
-
-def _is_wide(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1

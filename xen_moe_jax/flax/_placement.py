@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from xen_moe_jax._float8_weight import Float8Weight, padding_of
+from xen_moe_jax._quantized_weight import QuantizedWeight
 from xen_moe_jax.balance import Placement
 from xen_moe_jax.experts.quantized_once import quantize_weights
 from xen_moe_jax.flax._balance import MoEMetrics, metric_specs
@@ -115,9 +116,15 @@ def apply_moe(
       `[..., H]` of `config.dtype` or `x.dtype`, and the metrics over all ranks.
     """
     _check_input(config, x, mask, token_ids, topk_idx)
+    for name, weight in weights.items():
+        if not isinstance(weight, QuantizedWeight) and not jnp.issubdtype(weight.dtype, jnp.floating):
+            raise TypeError(
+                f"{name} has dtype {weight.dtype}: must be floating point, or an xm.QuantizedWeight with scales"
+            )
     context, manual, mesh = _meshes(config, mesh, weights, x)
     if quantized is not None:
         check_codes(config, context if mesh is None else mesh)
+        _check_quantized(quantized, not_quantized(weights))
         pairs: dict[str, Any] = {name: (codes, weights[name]) for name, codes in quantized.items()}
         if set(config.layer_axes) <= manual:  # a rank may hold its part of the one and all of the other
             table = parameter_table(config)
@@ -170,7 +177,10 @@ def quantized_weights(
     weights = not_quantized(weights)
     context, manual, mesh = _meshes(config, mesh, weights)
     check_codes(config, context if mesh is None else mesh)
-    dtype = config.dtype if compute_dtype is None else jnp.dtype(compute_dtype)
+    try:
+        dtype = config.dtype if compute_dtype is None else jnp.dtype(compute_dtype)
+    except (TypeError, ValueError):  # JAX's message for no dtype has neither the argument nor the remedy
+        raise TypeError(f"compute_dtype={compute_dtype!r}: must be None or a dtype") from None
     if dtype != (config.dtype or dtype):
         raise ValueError(
             f"compute_dtype={dtype} with MoEConfig.dtype={config.dtype}, in which the layer computes: leave "
@@ -224,6 +234,18 @@ def _check_input(config: MoEConfig, x: Any, mask: Any, token_ids: Any, topk_idx:
         raise ValueError(
             f"token_ids is {token_ids.dtype}{list(token_ids.shape)}: must be integers of shape {list(x.shape[:-1])}"
         )
+
+
+def _check_quantized(quantized: Any, weights: dict[str, jax.Array]) -> None:
+    """Raises TypeError or ValueError unless `quantized` has codes by the names of experts' `weights`."""
+    made = "pass what quantized_weights returned"
+    if not isinstance(quantized, dict):
+        raise TypeError(f"quantized is a {type(quantized).__name__}: must be a dict; {made}")
+    for name, codes in quantized.items():
+        if name not in weights:
+            raise ValueError(f"quantized has codes of {name!r}: must be one of {tuple(weights)}; {made}")
+        if not isinstance(codes, Float8Weight):
+            raise TypeError(f"quantized[{name!r}] is a {type(codes).__name__}: must be a Float8Weight; {made}")
 
 
 def _check_placement(config: MoEConfig, placement: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from xen_moe_jax._numbers import is_one_of
+from xen_moe_jax._numbers import is_one_of, is_wide
 
 
 def require(ok: bool, name: str, value: Any, remedy: str) -> None:
@@ -59,7 +59,8 @@ def is_number(value: Any) -> bool:
 
 
 def is_float_dtype(value: Any) -> bool:
+    """True for a floating-point dtype of 16 bits or more."""
     try:  # NumPy takes None for float64
-        return value is not None and bool(jnp.issubdtype(jnp.dtype(value), jnp.floating))
-    except TypeError:  # not a dtype at all
+        return value is not None and is_wide(jnp.dtype(value))
+    except (TypeError, ValueError):  # not a dtype at all
         return False

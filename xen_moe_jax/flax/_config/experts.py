@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from xen_moe_jax._validate import FLOATS
 from xen_moe_jax.experts.function import ACTIVATIONS, GROUPED_MATMULS, ExpertFunction
 from xen_moe_jax.flax._config.checks import (
     is_float_dtype,
@@ -99,4 +100,6 @@ def check_experts(config: Any) -> None:
     for name in ("dtype", "param_dtype"):
         value = getattr(config, name)
         if value is not None or name == "param_dtype":
-            require(is_float_dtype(value), name, value, "must be a floating-point dtype")
+            require(is_float_dtype(value), name, value, "must be a floating-point dtype of 16 bits or more")
+    kind = config.dtype
+    require(kind is None or jnp.dtype(kind).name in FLOATS, "dtype", kind, f"must be None or one of {FLOATS}")
