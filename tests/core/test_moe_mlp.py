@@ -309,6 +309,28 @@ def test_export(mesh4):
     jax.tree.map(lambda a, b: assert_bits(a, np.asarray(b), "exported"), exported.call(*given), program(*given))
 
 
+@pytest.mark.parametrize("experts", [None, "float8_e4m3fn"])
+def test_beside_an_explicit_axis(experts, mesh4):
+    """Tokens, and experts that are not quantized, are sharded over an explicit axis. JAX has no ragged dot there."""
+    mesh = jax.make_mesh((RANKS, 2), ("ep", "tp"))
+    gate = RANKED if experts else P("ep", None, "tp")
+    specs = P("ep", "tp"), RANKED, RANKED, {"gate": gate, "up": RANKED, "down": RANKED}
+    given = operands(Case())
+
+    def loss(x, idx, weights, arrays):
+        def of(x, weights, arrays):
+            options = {"num_experts": EXPERTS, "axis_name": "ep", "experts": experts}
+            return jnp.sum(xm.moe_mlp(x, idx, weights, **arrays, **options) ** 2)
+
+        return jax.value_and_grad(of, (0, 1, 2))(x, weights, arrays)[1]
+
+    def gradients(mesh):
+        return jax.jit(jax.shard_map(loss, mesh=mesh, in_specs=RANKED, out_specs=RANKED, axis_names={"ep"}))
+
+    found, expected = gradients(mesh)(*place(mesh, given, specs)), gradients(mesh4)(*place(mesh4, given))
+    jax.tree.map(lambda a, b: assert_near(a, np.asarray(b), 1e-5), found, expected)
+
+
 @pytest.mark.parametrize("layout", ["grouped", "padded"])
 def test_replicated_tokens(layout, mesh4):
     case = Case()

@@ -39,6 +39,7 @@ from xen_moe_jax.experts import hopper, hopper_float8
 from xen_moe_jax.experts.arrived import ArrivedRows
 from xen_moe_jax.experts.function import ExpertFunction
 from xen_moe_jax.experts.grouped_matmul import warn_once
+from xen_moe_jax.experts.ragged_dot import ragged_dot
 
 Weight = jax.Array | QuantizedWeight | Float8Weight
 
@@ -271,7 +272,7 @@ def _product(
     total = None
     for k in range(row_scales.shape[1]):
         block = slice(k * BLOCK, min((k + 1) * BLOCK, depth))
-        part = _sums(jax.lax.ragged_dot, row_values[:, block], values[:, block], group_sizes)
+        part = _sums(ragged_dot, row_values[:, block], values[:, block], group_sizes)
         of_columns = jnp.repeat(scales[:, k][group], BLOCK, axis=1)[:, : values.shape[2]]
         part = part * (row_scales[:, k, None] * of_columns)
         total = part if total is None else total + part

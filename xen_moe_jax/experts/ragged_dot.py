@@ -1,9 +1,11 @@
-"""`jax.lax.ragged_dot`, with two rules that JAX lacks for it: `vmap` of some of its operands, and the transpose of its
-weights' gradient, which a reverse-mode derivative of that gradient needs.
+"""`jax.lax.ragged_dot`, with what JAX lacks for it: explicit axes, `vmap` of some of its operands, and the transpose of
+its weights' gradient, which a reverse-mode derivative of that gradient needs.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,9 +16,13 @@ from xen_moe_jax._jax_internals import RAGGED_DOT
 from xen_moe_jax._primitive import in_turn
 
 
-def ragged_dot(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """`jax.lax.ragged_dot`."""
-    return jax.lax.ragged_dot(rows, weights, group_sizes)
+def ragged_dot(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array, **options: Any) -> jax.Array:
+    """`jax.lax.ragged_dot`. JAX has none for explicit axes of a mesh: over these XLA divides the work, and the result
+    is whole on every device."""
+    multiply: Callable[..., jax.Array] = functools.partial(jax.lax.ragged_dot, **options)
+    if explicit := jax.sharding.get_abstract_mesh().explicit_axes:
+        multiply = jax.sharding.auto_axes(multiply, axes=explicit, out_sharding=jax.P(None, None))
+    return multiply(rows, weights, group_sizes)
 
 
 _mapped_in_front = batching.fancy_primitive_batchers[RAGGED_DOT]
