@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, Self
 
 from xen_moe_jax._numbers import as_float, as_int, is_one_of
@@ -56,9 +55,9 @@ class KernelConfig:
         if not is_one_of(self.mode, MODES):
             raise ValueError(f"KernelConfig.mode={self.mode!r}: must be one of {MODES}")
         for name in ("num_sms", "chunk_tokens", "ranks_per_node", "block_tokens", "vmem_limit_bytes"):
-            self._integer(name, "must be None or a positive int", least=1)
+            self._integer(name, "must be None or a positive int below 2**31", least=1)
         self._integer("channel", "must be an int in [0, 16)", least=0, below=16, optional=False)
-        self._integer("collective_id", "must be None or an int >= 0", least=0)
+        self._integer("collective_id", "must be None or an int in [0, 2**31)", least=0)
         seconds = as_float(self.timeout_s)
         if seconds is None or seconds < 0:
             raise ValueError(f"KernelConfig.timeout_s={self.timeout_s!r}: must be seconds >= 0 (0 waits for ever)")
@@ -68,7 +67,7 @@ class KernelConfig:
                 f"KernelConfig.interpret={self.interpret!r}: must be None, True, False or a pltpu.InterpretParams"
             )
 
-    def _integer(self, name: str, remedy: str, *, least: int, below: float = math.inf, optional: bool = True) -> None:
+    def _integer(self, name: str, remedy: str, *, least: int, below: int = 2**31, optional: bool = True) -> None:
         """Checks a field; a NumPy integer becomes an int, so that equal configs are equal and hashable alike."""
         value = getattr(self, name)
         if value is None and optional:

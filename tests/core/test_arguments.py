@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import xen_moe_jax as xm
 from tests.support.checks import assert_bits
 from xen_moe_jax import _numbers, backends
+from xen_moe_jax.backends.cuda import call
 
 RANKS, T, H, K, E = 4, 8, 128, 2, 8
 
@@ -75,6 +76,16 @@ def test_a_number_that_only_the_run_time_knows_is_no_integer():
 @pytest.mark.parametrize("value", [2, np.int8(2), 2.0, np.float32(2), np.array(2.0), jnp.bfloat16(2)])
 def test_seconds_are_any_known_number(value):
     assert xm.KernelConfig(timeout_s=value) == xm.KernelConfig(timeout_s=2.0)
+
+
+def test_numbers_that_no_kernel_could_hold():
+    """XLA's attributes and Mosaic have them in 32 bits, and a time in nanoseconds."""
+    for name in ("num_sms", "chunk_tokens", "ranks_per_node", "block_tokens", "vmem_limit_bytes", "collective_id"):
+        with pytest.raises(ValueError, match=f"KernelConfig.{name}=2147483648: must be None or .*2\\*\\*31"):
+            xm.KernelConfig(**{name: 2**31})
+    longest = call.timeout_ns(xm.KernelConfig(timeout_s=1e30))
+    assert call.timeout_ns(xm.KernelConfig(timeout_s=float("inf"))) == longest <= 2**63 - 1
+    assert call.timeout_ns(xm.KernelConfig(timeout_s=1e-30)) == 1
 
 
 def test_a_wire_names_its_dtype_however_it_is_given():

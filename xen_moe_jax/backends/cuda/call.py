@@ -75,7 +75,7 @@ def active_operand(active: Any) -> jax.Array:
 
 
 def timeout_ns(config: KernelConfig) -> int:
-    return min(MAX_TIMEOUT_NS, max(1, round(config.timeout_s * 1e9))) if config.timeout_s else 0
+    return max(1, round(min(config.timeout_s * 1e9, MAX_TIMEOUT_NS))) if config.timeout_s else 0
 
 
 def check_limits(spec: Spec) -> None:
