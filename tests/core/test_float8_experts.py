@@ -332,21 +332,6 @@ def test_errors_of_weights_quantized_once():
         layer(functools.partial(failing, given=lambda code, w: code, experts="float8_e4m3fn"))
 
 
-@pytest.mark.parametrize("dtype", MATMULS)
-def test_experts_without_an_inner_dimension_have_gradients(dtype):
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((2,), ("ep",), devices=jax.devices()[:2], axis_types=auto)
-
-    def layer(x, idx, up, down):
-        options = {"activation": "relu2", "experts": dtype, "num_experts": 4, "axis_name": "ep"}
-        return xm.moe_mlp(x, idx, None, None, up, down, **options)
-
-    run = jax.shard_map(layer, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
-    operands = jnp.ones((4, A)), jnp.zeros((4, 1), jnp.int32), jnp.ones((4, A, 0)), jnp.ones((4, 0, A))
-    gradients = jax.eval_shape(jax.grad(lambda *given: run(*given).sum(), argnums=(0, 2, 3)), *operands)
-    assert [g.shape for g in gradients] == [operands[i].shape for i in (0, 2, 3)]
-
-
 def test_moe_mlp():
     """The MLP of `dispatch`, these matmuls and `combine`, to the bit, and near the one in float32."""
 

@@ -268,7 +268,7 @@ def test_tiles_are_claimed_beside_pending_operations_and_in_their_backward_pass(
         monkeypatch.setattr(_overlap, "use_flight", lambda *_: None)
 
         def overlapped(rows):
-            return xm.overlap(xm.Flight(object(), "dispatch"), experts, rows)[1]
+            return xm.overlap(xm.Flight(rows, "dispatch"), experts, rows)[1]
 
         seen.clear()
         jax.eval_shape(lambda rows: jax.vjp(overlapped, rows)[1](rows), rows)

@@ -269,16 +269,14 @@ def _product(
     `[L, A, B]`, with scales `[L, ceil(A / 128), ceil(B / 128)]`."""
     count, depth = row_values.shape
     group = jnp.minimum(experts_of_rows(group_sizes, count), values.shape[0] - 1)
-    total = None
-    for k in range(row_scales.shape[1]):
+
+    def part(k: int) -> jax.Array:
         block = slice(k * BLOCK, min((k + 1) * BLOCK, depth))
-        part = _sums(ragged_dot, row_values[:, block], values[:, block], group_sizes)
+        sums = _sums(ragged_dot, row_values[:, block], values[:, block], group_sizes)
         of_columns = jnp.repeat(scales[:, k][group], BLOCK, axis=1)[:, : values.shape[2]]
-        part = part * (row_scales[:, k, None] * of_columns)
-        total = part if total is None else total + part
-    if total is None:  # nothing is contracted
-        total = vary(jnp.zeros((count, values.shape[2]), jnp.float32), varying_axes(row_values))
-    return total
+        return sums * (row_scales[:, k, None] * of_columns)
+
+    return functools.reduce(jnp.add, map(part, range(row_scales.shape[1])))
 
 
 def _sums(multiply: Callable[..., jax.Array], left: jax.Array, right: jax.Array, *others: jax.Array) -> jax.Array:
