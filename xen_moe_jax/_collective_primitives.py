@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad, batching
 
-from xen_moe_jax import _ragged_gradient, _shapes
+from xen_moe_jax import _jax_internals, _mesh, _ragged_gradient, _shapes
 from xen_moe_jax._primitive import declare, in_turn
 from xen_moe_jax.backends import gathered
 from xen_moe_jax.backends.base import Exchange
@@ -51,7 +51,11 @@ def _all_gather_transpose(cotangents: Any, x: Any, **params: Any) -> list[Any]:
 
 def _all_gather_batcher(operands: Any, dims: Any, *, concat_axis: int, **params: Any) -> Any:
     (x,), (dim,) = operands, dims
-    return all_gather_p.bind(jnp.moveaxis(x, dim, 0), concat_axis=concat_axis + 1, **params), [0]
+    x, params = jnp.moveaxis(x, dim, 0), params | {"concat_axis": concat_axis + 1}
+    if x.shape[0]:
+        return all_gather_p.bind(x, **params), [0]
+    ((shape, dtype),) = _shapes.all_gather(x, **params)  # backends gather no empty arrays
+    return [_mesh.vary(jnp.zeros(shape, dtype), _jax_internals.varying_axes(x))], [0]
 
 
 ad.primitive_jvps[all_gather_p] = _all_gather_jvp
@@ -122,6 +126,8 @@ def _ragged_batcher(operands: Any, dims: Any, **params: Any) -> Any:
             jnp.moveaxis(a, dim, 1) if dim is not None else jnp.repeat(a[:, None], size, axis=1)
             for a, dim in zip(operands[:2], dims[:2], strict=True)
         ]
+        if not size:  # backends exchange no empty rows
+            return [_mesh.vary_alike(rows[1], *operands)[0]], [1]
         return bind(*rows, *operands[2:]), [1]
     return in_turn(bind, operands, dims)
 

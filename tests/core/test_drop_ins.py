@@ -108,6 +108,24 @@ def test_vmap_of_ragged_all_to_all_is_a_loop(mesh4, shared):
     assert_bits(on(mesh4, mapped)(*operands), on(mesh4, loop)(*operands), "vmap of ragged_all_to_all")
 
 
+@pytest.mark.parametrize("wire", [None, "float8_e4m3fn", "int8", "mxfp4"])
+@pytest.mark.parametrize("tiled", [False, True])
+def test_vmap_of_no_entries(mesh4, wire, tiled):
+    """A batch of size zero has results, and gradients, of the shapes of any batch."""
+    x, segment = np.ones((RANKS, 0, 4, 256), np.float32), np.ones((RANKS, RANKS), np.int32)
+    gather = jax.vmap(functools.partial(xm.all_gather, axis_name="ep", tiled=tiled, wire=wire))
+    exchange = jax.vmap(functools.partial(xm.ragged_all_to_all, axis_name="ep"), in_axes=(0, None, *[None] * 4))
+
+    def results(x, segment):
+        out, pull = jax.vjp(gather, x)
+        moved, pulled = jax.vjp(lambda x: exchange(x, jnp.ones((3, 256)), *[segment] * 4), x)
+        return out, pull(out)[0], moved, pulled(moved)[0]
+
+    out, by_x, moved, by_operand = on(mesh4, results)(x, segment)
+    assert out.shape == (RANKS, 0, *((4 * RANKS,) if tiled else (RANKS, 4)), 256)
+    assert moved.shape == (RANKS, 0, 3, 256) and by_x.shape == by_operand.shape == x.shape
+
+
 @pytest.mark.parametrize("axes", [(1, 0), (None, 2), (1, None)], ids=str)
 def test_vmap_of_one_operand_and_over_inner_axes(mesh4, axes):
     operand, output, *segments = ragged_operands(np.random.default_rng(5), RANKS, "random", (5,), "float32")
