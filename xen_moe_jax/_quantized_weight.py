@@ -6,7 +6,7 @@ MXFP4 is E2M1 values with a power of two (E8M0) for 32 of them: OCP Microscaling
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -117,6 +117,18 @@ def adopted(name: str, weight: Any) -> Any:
     if of_experts != before:
         raise ValueError(f"{name} has scales {weight.scale.shape}: must be one or more for each expert, {before}")
     return QuantizedWeight(weight.qvalue, weight.scale.astype(jnp.float32), (depth // rows, columns // beside))
+
+
+def adopted_by_name(weights: Any) -> dict[str, Any]:
+    """Returns weights by name, each as `adopted` has it. Raises TypeError unless they are a dict of arrays."""
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"weights is a {type(weights).__name__}: must be a dict of arrays by name")
+    for name, weight in weights.items():
+        if weight is None or isinstance(weight, list | tuple | int | float | str):
+            raise TypeError(
+                f"weights[{name!r}] is a {type(weight).__name__}: must be an array or an xm.QuantizedWeight"
+            )
+    return {name: adopted(name, weight) for name, weight in weights.items()}
 
 
 def check_format(name: str, weight: QuantizedWeight) -> None:

@@ -1,6 +1,7 @@
 """Bad arguments: the error names the argument, its value and the remedy."""
 
 import dataclasses
+import functools
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ from flax import nnx
 
 from tests.support.layers import CONFIG, H, layer, make_mesh, tokens
 from xen_moe_jax.flax.linen import MoE as LinenMoE
+from xen_moe_jax.flax.linen import variables_of
 from xen_moe_jax.flax.nnx import MoE
 
 CONFIG_ERRORS = [
@@ -206,6 +208,22 @@ def test_update_bias_needs_a_bias():
     moe = layer(CONFIG)
     with pytest.raises(ValueError, match="balancing='aux_loss'.*needs balancing='bias'"):
         moe.update_bias(moe(jnp.asarray(tokens(4)))[1])
+
+
+def test_update_bias_takes_the_metrics_of_a_call():
+    moe = layer(dataclasses.replace(CONFIG, balancing="bias"))
+    for metrics, name in ((None, "NoneType"), (jnp.ones(8), "ArrayImpl")):
+        with pytest.raises(TypeError, match=f"update_bias: metrics is a {name}: must be the MoEMetrics of a call"):
+            moe.update_bias(metrics)
+
+
+@pytest.mark.parametrize("adopt", [functools.partial(MoE.from_weights, CONFIG), variables_of], ids=["nnx", "linen"])
+def test_weights_are_arrays_by_name(adopt):
+    with pytest.raises(TypeError, match="weights is a list: must be a dict of arrays by name"):
+        adopt([jnp.ones((H, 8))])
+    for weight, name in (([1.0, 2.0], "list"), (None, "NoneType")):
+        with pytest.raises(TypeError, match=rf"weights\['router'\] is a {name}: must be an array"):
+            adopt({"router": weight})
 
 
 def test_without_flax_the_error_says_what_to_install():

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from xen_moe_jax._float8_weight import Float8Weight
-from xen_moe_jax._quantized_weight import QuantizedWeight, adopted, check_format
+from xen_moe_jax._quantized_weight import QuantizedWeight, adopted_by_name, check_format
 from xen_moe_jax.balance import Placement
 from xen_moe_jax.flax._balance import MoEMetrics, updated_bias
 from xen_moe_jax.flax._config import MoEConfig
@@ -44,7 +44,7 @@ def _sharded_as_named(initializer: Callable[..., jax.Array], sharding: tuple[Any
 def variables_of(weights: dict[str, jax.Array | QuantizedWeight]) -> dict[str, dict[str, Any]]:
     """Weights by name, the router bias included, as the variables of a `MoE`; quantized ones have a collection of their
     own."""
-    weights = {name: adopted(name, weight) for name, weight in weights.items()}
+    weights = adopted_by_name(weights)
     kept = {name: weight for name, weight in weights.items() if isinstance(weight, QuantizedWeight)}
     params = {name: array for name, array in weights.items() if name != ROUTER_BIAS and name not in kept}
     state = {ROUTER_STATE: {ROUTER_BIAS: weights[ROUTER_BIAS]}} if ROUTER_BIAS in weights else {}

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from xen_moe_jax._float8_weight import Float8Weight
-from xen_moe_jax._quantized_weight import QuantizedWeight, adopted, check_format
+from xen_moe_jax._quantized_weight import QuantizedWeight, adopted_by_name, check_format
 from xen_moe_jax.balance import Placement
 from xen_moe_jax.flax._balance import MoEMetrics, updated_bias
 from xen_moe_jax.flax._config import MoEConfig
@@ -82,9 +82,9 @@ class MoE(nnx.Module):
 
         An `xm.QuantizedWeight`, or a `qwix.QArray` of its formats, becomes a `QuantizedParam`.
 
-        Raises ValueError if a name is missing or unknown, or a shape is another.
+        Raises ValueError if a name is missing or unknown, or a shape is another, and TypeError if a weight is no array.
         """
-        weights = {name: adopted(name, weight) for name, weight in weights.items()}
+        weights = adopted_by_name(weights)
         graph, state = nnx.split(nnx.eval_shape(lambda: cls(config, mesh=mesh, rngs=nnx.Rngs(0))))
         wanted = {name: tuple(leaf.shape) for name, leaf in nnx.to_pure_dict(state).items()}
         given = {name: tuple(array.shape) for name, array in weights.items()}
@@ -164,5 +164,7 @@ class MoE(nnx.Module):
         """Moves the router bias by one step; call it once per optimiser step, with that step's metrics."""
         if self.config.balancing != "bias":
             raise ValueError(f"MoEConfig.balancing={self.config.balancing!r}: update_bias needs balancing='bias'")
+        if not isinstance(metrics, MoEMetrics):
+            raise TypeError(f"update_bias: metrics is a {type(metrics).__name__}: must be the MoEMetrics of a call")
         bias = updated_bias(self.router_bias[...], metrics.tokens_per_expert, self.config.bias_update_rate)
         self.router_bias[...] = bias
