@@ -145,6 +145,7 @@ class Buffer:
             )
         open_buffer = backends.load(self.backend).open_buffer
         per_node = _validate.ranks_per_node(ranks_per_node, ranks, "Buffer")
+        self._closed = False
         self._memory = (
             None if open_buffer is None else open_buffer(mesh, names, self.size_bytes, self.channel, per_node)
         )
@@ -156,10 +157,17 @@ class Buffer:
         returns.
         """
         memory, self._memory = self._memory, None
+        self._closed = True
         if memory is not None:
             memory.close()
 
     def __enter__(self) -> Buffer:
+        """Raises RuntimeError if the buffer is closed."""
+        if self._closed:
+            raise RuntimeError(
+                f"Buffer: axis_name={self.axis_name} channel={self.channel} is closed, and its memory is gone; make a "
+                "new Buffer"
+            )
         return self
 
     def __exit__(self, *_: Any) -> None:

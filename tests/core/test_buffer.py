@@ -20,6 +20,8 @@ def test_buffer_is_a_context_manager(mesh4, node_mesh):
     with xm.Buffer(mesh4, "ep", backend="reference", **SIZES) as buffer:
         assert buffer.size_bytes == 0 and buffer.axis_name == ("ep",) and buffer.channel == 0
     buffer.close()  # twice is harmless
+    with pytest.raises(RuntimeError, match=r"Buffer: axis_name=\('ep',\) channel=0 is closed.*make a new Buffer"):
+        buffer.__enter__()
     with xm.Buffer(node_mesh, ("node", "gpu"), size_bytes=4096, channel=2, backend="reference", **SIZES) as buffer:
         assert buffer.size_bytes == 4096 and buffer.channel == 2
 
