@@ -204,6 +204,10 @@ class TestWhatErrorsSay:
                 engine.window(jax.ShapeDtypeStruct((4,), np.float32, sharding=sharding), name="w")
             with pytest.raises(xt.TransferRefused, match=f"read <p.*{text}"):
                 sender.read(peer["p"], sharding=sharding)
+        leaf = jax.ShapeDtypeStruct((4,), np.float32, sharding=abstract)
+        for src, dst, side in (({"w": leaf}, {"w": self.SOURCE}, "src"), ({"w": self.SOURCE}, {"w": leaf}, "dst")):
+            with pytest.raises(ValueError, match=f"plan: {side}: w has .*names no devices; give a sharding over"):
+                xt.plan(src, dst)
 
     def test_of_a_tree_without_arrays(self, sides):
         engine, sender, peer, _ = sides

@@ -72,8 +72,9 @@ def plan(src, dst, cast: Mapping[str, Any] | None = None) -> Plan:
     Where several processes of the sender hold the same slice, the process with the fewest bytes to send so far sends
     it.
 
-    Raises `ValueError` where trees, shapes or dtypes do not fit, or no process holds a part that a receiver needs;
-    `TypeError` where a leaf has no shape or no dtype, `dst` mixes Layouts with arrays, or `cast` is no mapping.
+    Raises `ValueError` where trees, shapes or dtypes do not fit, a sharding names no devices, or no process holds a
+    part that a receiver needs; `TypeError` where a leaf has no shape or no dtype, `dst` mixes Layouts with arrays, or
+    `cast` is no mapping.
     """
     avals = leaves_by_path(src)
     sources = {path: _holders(leaf, f"src: {path or 'the value'}") for path, leaf in avals.items()}
@@ -129,13 +130,15 @@ def _casts(cast: Mapping[str, Any], paths: list[str]) -> dict[str, tuple[set[str
 
 
 def _holders(leaf: Any, what: str) -> dict[Box, list[int]]:
-    """Returns the distinct boxes of an array, and the processes that hold each. Raises TypeError, which names the leaf
-    `what`, if it has no shape or no dtype."""
+    """Returns the distinct boxes of an array, and the processes that hold each. Raises an error that names the leaf
+    `what`: TypeError if it has no shape or no dtype, ValueError if its sharding has no devices."""
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise TypeError(f"plan: {what} is a {type(leaf).__name__}: must be an array, or a jax.ShapeDtypeStruct")
-    sharding = getattr(leaf, "sharding", None)
+    sharding: Any = getattr(leaf, "sharding", None)
     if sharding is None:
         return {tuple((0, extent) for extent in leaf.shape): [jax.process_index()]}
+    if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
+        raise ValueError(f"plan: {what} has {sharding}: names no devices; give a sharding over a jax.sharding.Mesh")
     holders: dict[Box, list[int]] = {}
     for device, index in sharding.devices_indices_map(tuple(leaf.shape)).items():
         processes = holders.setdefault(box_of(index, leaf.shape), [])
