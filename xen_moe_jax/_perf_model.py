@@ -197,7 +197,7 @@ def perf_model(
                 f"{caller}: operation='balance' with topk_idx=None: the cost follows from the routing; pass it"
             )
         counts = _counts(topk_idx, tokens, experts, top_k, ranks)
-        once = sum(_expected_rows(tokens, experts, top_k, ranks, per_node, nodes))
+        once = sum(_expected_rows(tokens, experts, top_k, ranks, per_node, nodes)[:2])
         by_home = (tokens * top_k * (1 - 1 / ranks) - once) * hidden * jnp.dtype(dtype).itemsize
         fixed = links.fixed[0] + links.exact + max(by_home, 0.0) / links.fast
         return _fetched_weights(counts, tokens * top_k, held, per_node, hidden, inner, dtype, links, fixed)
@@ -216,8 +216,7 @@ def perf_model(
                 calls = top_k // _home_sums.slots_at_once(tokens, top_k)
             topk_idx, tokens, top_k = topk_idx.reshape(ranks, -1, 1), tokens * top_k, 1
     if topk_idx is None:
-        fast, slow = _expected_rows(tokens, experts, top_k, ranks, per_node, most)
-        slots = float(tokens * top_k)
+        fast, slow, slots = _expected_rows(tokens, experts, top_k, ranks, per_node, most)
     else:
         fast, slow, slots = _counted_rows(topk_idx, tokens, experts, top_k, ranks, per_node)
     local = slots * _row_bytes(hidden, dtype, None, caller)
@@ -313,29 +312,37 @@ def _row_bytes(hidden: int, dtype: Any, wire: Any, caller: str) -> int:
 
 def _expected_rows(
     tokens: int, experts: int, top_k: int, ranks: int, per_node: int, nodes_per_token: int
-) -> tuple[float, float]:
-    """Rows over the fast and the slow link of one rank, `top_k` distinct experts drawn uniformly.
+) -> tuple[float, float, float]:
+    """Rows over the fast and the slow link of the busiest rank of each, and slots of the rank that has most experts;
+    `top_k` distinct experts drawn uniformly.
 
-    With fewer than all nodes allowed, the token's node set is uniform and its experts are uniform inside it.
+    With fewer than all nodes allowed, the token's node set is uniform among the nodes that hold experts, and its
+    experts are uniform inside it.
     """
-    nodes = ranks // per_node
-    allowed = experts * nodes_per_token / nodes
+    block = -(-experts // ranks)
+    held = np.clip(experts - block * np.arange(ranks), 0, block).reshape(-1, per_node)  # [node, rank in it]
+    of_node = held.sum(axis=1)
+    nodes, holding = len(held), int(np.count_nonzero(of_node))
+    chosen = min(nodes_per_token, holding) / holding
+    allowed = experts * chosen
 
     def reached(share: float) -> float:
         """Probability that at least one of a token's experts is in a `share` of the allowed experts."""
+        if share == 0:
+            return 0.0
         if allowed - share < top_k:
             return 1.0
         miss = math.lgamma(allowed - share + 1) - math.lgamma(allowed - share - top_k + 1)
         return 1.0 - math.exp(miss - math.lgamma(allowed + 1) + math.lgamma(allowed - top_k + 1))
 
-    chosen = nodes_per_token / nodes
-    rank_hit = chosen * reached(experts / ranks)
-    node_hit = chosen * reached(experts / nodes)
-    slow = tokens * (nodes - 1) * node_hit
+    by_share = {share: chosen * reached(share) for share in {*held.ravel().tolist(), *of_node.tolist()}}
+    rank_hit = np.vectorize(by_share.__getitem__, otypes=[float])(held)
+    node_hit = np.vectorize(by_share.__getitem__, otypes=[float])(of_node)
+    slow = tokens * float((node_hit.sum() - node_hit).max())
     # every rank gets its tokens over the fast link, except its own tokens and the tokens that come straight from its
     # rail
-    fast = tokens * rank_hit * (ranks - nodes)
-    return fast, slow
+    fast = tokens * nodes * float((rank_hit.sum(axis=1, keepdims=True) - rank_hit).max())
+    return fast, slow, tokens * top_k * ranks * block / experts
 
 
 def _counted_rows(

@@ -132,6 +132,17 @@ def test_expected_bytes_are_those_of_drawn_routings(ranks_per_node):
     assert (expected.bytes_slow == 0) == (ranks_per_node == ranks)
 
 
+@pytest.mark.parametrize("ranks, experts, top_k, per_node", [(8, 3, 3, 8), (8, 9, 2, 8), (4, 7, 3, 2), (16, 3, 2, 4)])
+def test_expected_bytes_where_the_ranks_do_not_divide_the_experts(ranks, experts, top_k, per_node):
+    """Ranks without experts counted as owners, and a token sent more rows than it has slots."""
+    idx = np.argsort(np.random.default_rng(0).random((ranks, 512, experts)), axis=2)[..., :top_k]
+    sizes = {"num_tokens": 512, "hidden": 128, "num_ranks": ranks, "num_experts": experts, "top_k": top_k}
+    counted = xm.perf_model(topk_idx=idx, ranks_per_node=per_node, **sizes)
+    expected = xm.perf_model(ranks_per_node=per_node, **sizes)
+    for name in ("bytes_fast", "bytes_slow", "bytes_local"):
+        assert getattr(expected, name) == pytest.approx(getattr(counted, name), rel=0.05), name
+
+
 def test_the_curves_on_paper(tmp_path):
     """Their bandwidth is that of the bounding link, published figures stand in the lines of their ranks, a picture."""
     if not (RESULTS.parents[1] / "tools" / "perf_curves.py").exists():
