@@ -88,7 +88,7 @@ def _phimoe_fields(config: Config) -> Config:
     _only(config, num_experts_per_tok=2)  # its router draws two, whatever the config says
     return _mixtral_fields(config) | {
         "score": "sparsemixer",
-        "sparsemixer_eps": float(config["router_jitter_noise"]),
+        "sparsemixer_eps": config["router_jitter_noise"],
         "normalize_weights": False,
     }
 
@@ -249,7 +249,7 @@ def _ernie_fields(config: Config) -> Config:
         "intermediate_size": config["moe_intermediate_size"],
         "num_experts": config["moe_num_experts"],
         "top_k": config["moe_k"],
-        "min_score_sum": float(config.get("moe_norm_min", 1e-12)),
+        "min_score_sum": config.get("moe_norm_min", 1e-12),
         "balancing": "bias" if _ernie_has_bias(config) else "none",
         "num_shared_experts": config.get("moe_num_shared_experts") or 0,
     }
@@ -282,7 +282,7 @@ def _deepseek_fields(config: Config) -> Config:
         "intermediate_size": config["moe_intermediate_size"],
         "num_experts": config["n_routed_experts"],
         "top_k": config["num_experts_per_tok"],
-        "weight_scale": float(config["routed_scaling_factor"]),
+        "weight_scale": config["routed_scaling_factor"],
         "num_shared_experts": config.get("n_shared_experts") or 0,
     }
 
@@ -358,7 +358,7 @@ def _gpt_oss_fields(config: Config) -> Config:
         "num_experts": config["num_local_experts"],
         "top_k": config["num_experts_per_tok"],
         "activation": "clipped_swiglu",
-        "activation_limit": float(config.get("swiglu_limit", 7.0)),
+        "activation_limit": config.get("swiglu_limit", 7.0),
         "activation_alpha": 1.702,
         "expert_bias": True,
         "logits_bias": True,

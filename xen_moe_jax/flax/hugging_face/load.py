@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from xen_moe_jax._numbers import as_int
 from xen_moe_jax._quantized_weight import MXFP4_BLOCK, QuantizedWeight
 from xen_moe_jax.flax._config import MoEConfig
 from xen_moe_jax.flax._parameters import ROUTER_BIAS, Parameter, parameter_table, weight_specs
@@ -65,6 +67,8 @@ def load_hugging_face(
         that are quantized in another way, a mesh that cuts kept blocks of MXFP4, or a file that is broken.
       TypeError: an argument of another type.
     """
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"folder={folder!r}: must be a str or a pathlib.Path, the folder of a checkpoint")
     if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
         raise TypeError(f"layer={layer!r}: must be an int, the number of the decoder layer")
     if not isinstance(keep_quantised, bool):
@@ -73,13 +77,15 @@ def load_hugging_face(
         raise TypeError(f"mesh={mesh!r}: must be a jax.sharding.Mesh or None")
     with Checkpoint(folder) as checkpoint:
         kind = checkpoint.config.get("model_type")
-        if kind not in FAMILIES:
+        if not isinstance(kind, str) or kind not in FAMILIES:
             raise ValueError(
                 f"config.json has model_type={kind!r}: must be one of {tuple(FAMILIES)}; for another one, "
                 "xen_moe_jax.flax.hugging_face.register_family says how to read it"
             )
         family = FAMILIES[kind]
         count = checkpoint.config.get("num_hidden_layers", layer + 1)
+        if as_int(count) is None:
+            raise ValueError(f"config.json has num_hidden_layers={count!r}: must be an int")
         if not 0 <= layer < count or not _by_config(checkpoint, family.is_moe, layer):
             raise ValueError(f"layer={layer}: the checkpoint has {count} layers, and this is not one with experts")
         fields = _by_config(checkpoint, family.fields)
@@ -111,15 +117,20 @@ def load_hugging_face(
 
 
 def _by_config(checkpoint: Checkpoint, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function of a family; a field that it misses is the file's fault."""
+    """Calls a function of a family; a field that it misses, or cannot take, is the file's fault."""
+    kind = checkpoint.config["model_type"]
     try:
         return function(checkpoint.config, *arguments)
     except KeyError as error:
-        kind = checkpoint.config["model_type"]
         raise ValueError(
             f"{checkpoint.folder / 'config.json'}: has no {error}, which {kind} configs have, as published and as "
             f"written by transformers 5. It has {sorted(checkpoint.config)}; add the field, or read this form with "
             "register_family"
+        ) from error
+    except (AttributeError, IndexError, TypeError) as error:
+        raise ValueError(
+            f"{checkpoint.folder / 'config.json'}: a field is of another type or length than {kind} configs have "
+            f"({error}); mend it, or read this form with register_family"
         ) from error
 
 
@@ -146,11 +157,13 @@ def _placed(name: str, reader: Reader, p: Parameter, mesh: Mesh | None, keep: bo
         return jax.tree.map(jnp.asarray, found.as_weight() if isinstance(found, Shipped) else found)
     for axis, (dim, size) in enumerate(zip(p.dims, p.shape, strict=True)):
         # A device that reads its part alone would not notice that a tensor is larger than the config says.
-        if dim in ("hidden", "intermediate"):
-            strip = tuple(slice(None) if other == axis else slice(0, 1) for other in range(len(p.shape)))
-            there = reader(strip).shape[axis]
-            if there != size:
-                raise ValueError(f"{name}: the checkpoint's part is {there} long and config.json says {size}")
+        if dim is None:
+            continue
+        begin = size - 1 if dim == "expert" else 0  # not all experts: each may be a tensor of its own
+        strip = tuple(slice(begin, None) if other == axis else slice(0, 1) for other in range(len(p.shape)))
+        there = begin + reader(strip).shape[axis]
+        if there != size:
+            raise ValueError(f"{name}: the checkpoint's part is {there} long and config.json says {size}")
     sharding = NamedSharding(mesh, PartitionSpec(*p.sharding))
     return _on_devices(read, p, sharding, name)
 

@@ -82,5 +82,4 @@ def mxfp4(blocks: np.ndarray, scales: np.ndarray) -> Shipped:
     """
     pairs = np.stack([blocks & 0xF, blocks >> 4], axis=-1)
     values = pairs.reshape(*blocks.shape[:-2], -1).view(FP4)
-    exponents = np.exp2(scales.astype(np.float32) - 127)
-    return Shipped(values, np.where(scales == 255, np.float32(np.nan), exponents), (1, MXFP4_BLOCK))
+    return Shipped(values, scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32), (1, MXFP4_BLOCK))

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax.numpy as jnp
 import numpy as np
 
+from xen_moe_jax._numbers import as_int
+from xen_moe_jax._quantized_weight import SCALED
 from xen_moe_jax.flax.hugging_face import quantized
 from xen_moe_jax.flax.hugging_face.checkpoint import Checkpoint, Index
 from xen_moe_jax.flax.hugging_face.quantized import Shipped
@@ -32,23 +35,46 @@ def transposed(checkpoint: Checkpoint, name: str) -> Reader:
 
 
 def matrix(checkpoint: Checkpoint, name: str, index: Index) -> np.ndarray | Shipped:
-    """Reads a part of a matrix `[out, in]`, together with a `_scale_inv` (of blocks) or `_scale` (of channels)."""
+    """Reads a part of a matrix `[out, in]`, together with a `_scale_inv` (of blocks) or `_scale` (of channels).
+
+    Raises ValueError unless types and shapes of both fit.
+    """
+    rows, columns = checkpoint.shape(name, 2)
     blocks, channels = f"{name}_scale_inv", f"{name}_scale"
     if blocks in checkpoint:
-        block = checkpoint.config.get("quantization_config", {}).get("weight_block_size", (128, 128))
-        scales, size = checkpoint.read(blocks), (int(block[0]), int(block[1]))
+        beside, block = blocks, _block_size(checkpoint)
+        count = -(-rows // block[0]), -(-columns // block[1])
+        wanted = f"one scale for each block of {list(block)}"
     elif channels in checkpoint:
-        rows, columns = checkpoint.shape(name)
-        scales, size = checkpoint.read(channels).reshape(-1, 1), (1, columns)
-        if scales.shape != (rows, 1):
-            raise ValueError(
-                f"{channels} has shape {list(checkpoint.shape(channels))}: must have one scale for each of the {rows} "
-                f"rows of {name}; load a checkpoint in bfloat16"
-            )
+        beside, block, count = channels, (1, columns), (rows, 1)
+        wanted = f"one scale for each of the {rows} rows"
     else:
         return checkpoint.read(name, index)
-    whole = Shipped(checkpoint.read(name), scales.astype(np.float32), size)
-    return whole.part(*index)
+    values, scales = checkpoint.read(name), checkpoint.read(beside)
+    if values.dtype.name not in SCALED or not jnp.issubdtype(scales.dtype, jnp.floating):
+        raise ValueError(
+            f"{name} is {values.dtype} and {beside} {scales.dtype}: values with scales must be one of {SCALED}, and "
+            "scales floating point; load a checkpoint in bfloat16"
+        )
+    if scales.shape not in (count, count[:1] if beside == channels else count):
+        raise ValueError(
+            f"{beside} has shape {list(scales.shape)}: must have {wanted} of {name}, {list(count)}; load a checkpoint "
+            "in bfloat16"
+        )
+    return Shipped(values, scales.reshape(count).astype(np.float32), block).part(*index)
+
+
+def _block_size(checkpoint: Checkpoint) -> tuple[int, int]:
+    """Returns rows and columns that share a scale: those of the config, or DeepSeek-V3's."""
+    found = checkpoint.config.get("quantization_config")
+    given = found.get("weight_block_size") if isinstance(found, dict) else None
+    given = (128, 128) if given is None else given
+    if not isinstance(given, list | tuple) or len(given) != 2 or any((as_int(size) or 0) < 1 for size in given):
+        raise ValueError(
+            f"config.json has quantization_config.weight_block_size={given!r}: must be two positive ints, rows and "
+            "columns of a scale"
+        )
+    return given[0], given[1]
 
 
 def vector(checkpoint: Checkpoint, name: str) -> Reader:
@@ -61,6 +87,13 @@ def matrices(checkpoint: Checkpoint, template: str, num_experts: int) -> Reader:
 
     def read(index: Index) -> np.ndarray | Shipped:
         which, rows, columns = index
+        first = template.format(0)
+        for name in map(template.format, range(*which.indices(num_experts))):
+            if checkpoint.described(name) != checkpoint.described(first):
+                raise ValueError(
+                    f"{name} is {checkpoint.described(name)} and {first} {checkpoint.described(first)}: a layer's "
+                    "experts must have one shape and type; fetch the file again, or load a checkpoint in bfloat16"
+                )
         parts = [matrix(checkpoint, template.format(e), (columns, rows)) for e in range(*which.indices(num_experts))]
         shipped = [part for part in parts if isinstance(part, Shipped)]
         if not shipped:
@@ -85,7 +118,12 @@ def fused(checkpoint: Checkpoint, name: str, *, out_first: bool, part: int = 0, 
 
     def read(index: Index) -> np.ndarray:
         *before, rows, columns = index
-        size = checkpoint.shape(name)[-2 if out_first else -1] // parts
+        shape = checkpoint.shape(name, len(index))
+        size, rest = divmod(shape[-2 if out_first else -1], parts)
+        if rest:
+            raise ValueError(
+                f"{name} has shape {list(shape)}: its outputs must be {parts} equal parts, one per parameter"
+            )
         begin, end, _ = columns.indices(size)
         columns = slice(begin + part * size, end + part * size)
         if not out_first:
@@ -115,6 +153,14 @@ def stacked(checkpoint: Checkpoint, name: str, index: Index) -> np.ndarray | Shi
     if f"{name}_blocks" not in checkpoint:
         return checkpoint.read(name, index)
     which, rows, columns = index
+    blocks, scales = f"{name}_blocks", f"{name}_scales"
+    *outer, _ = checkpoint.shape(blocks, 4)
+    given = checkpoint.described(blocks), checkpoint.described(scales)
+    if given != (f"U8{[*outer, 16]}", f"U8{outer}"):
+        raise ValueError(
+            f"{blocks} is {given[0]} and {scales} {given[1]}: must be U8[experts, outputs, inputs / 32, 16] and "
+            "U8[experts, outputs, inputs / 32]"
+        )
     part = (which, columns)
-    whole = quantized.mxfp4(checkpoint.read(f"{name}_blocks", part), checkpoint.read(f"{name}_scales", part))
+    whole = quantized.mxfp4(checkpoint.read(blocks, part), checkpoint.read(scales, part))
     return whole.swapped().part(rows, slice(None))
