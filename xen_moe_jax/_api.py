@@ -18,7 +18,6 @@ from xen_moe_jax._spec import Spec
 from xen_moe_jax._types import BlockScaled, DispatchLayout, Handle, Routed
 
 
-@jax.named_scope("xen_moe_dispatch")
 def dispatch(
     x: jax.Array | BlockScaled,
     topk_idx: jax.Array,
@@ -96,7 +95,13 @@ def dispatch(
     Raises:
       ValueError, TypeError: an argument is wrong, or the call is not inside `jax.shard_map` over `axis_name`.
     """
-    prepared = _prepare.dispatch("dispatch", **locals())  # the arguments, by their names
+    return dispatch_for("dispatch", **locals())  # the arguments, by their names
+
+
+@jax.named_scope("xen_moe_dispatch")
+def dispatch_for(caller: str, x: Any, topk_idx: Any, topk_weights: Any, **options: Any) -> Routed:
+    """`dispatch` with every one of its `options`; messages name `caller`."""
+    prepared = _prepare.dispatch(caller, x, topk_idx, topk_weights, **options)
     results = primitives.dispatch_p.bind(*prepared.operands, **prepared.static.params)
     return routed(primitives.Dispatched(*results), prepared.static.spec, prepared.known)
 

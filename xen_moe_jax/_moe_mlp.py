@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from xen_moe_jax import _exact, _layout, _validate
-from xen_moe_jax._api import dispatch
+from xen_moe_jax._api import dispatch_for
 from xen_moe_jax._config import KernelConfig, RowsInHalves
 from xen_moe_jax._float8_weight import Float8Weight, without_codes
 from xen_moe_jax._numbers import is_one_of, plain
 from xen_moe_jax._placement import Placement
 from xen_moe_jax._quantized_weight import QuantizedWeight, adopted, check_format, without_gradient
-from xen_moe_jax._replicated import combine_replicated, dispatch_replicated
+from xen_moe_jax._replicated import combine_replicated, dispatch_replicated_for
 from xen_moe_jax._spec import Spec
 from xen_moe_jax._types import BlockScaled, MoEMLPInfo, Routed
 from xen_moe_jax.experts import float8, gathered, hopper, lent, tpu_decode, tpu_decode_layer
@@ -180,7 +180,7 @@ def moe_mlp(
         unset = {"capacity": capacity, "wire": wire, "combine_wire": combine_wire, "active": active}
         unset |= {"gradient_wire": gradient_wire, "placement": placement, "balance": balance}
         _check_unset(unset | {"slots_per_rank": slots_per_rank})
-        routed = dispatch_replicated(x, topk_idx, topk_weights, **routing)
+        routed = dispatch_replicated_for(CALLER, x, topk_idx, topk_weights, **routing)
         y = run_experts(function, weights, routed)
         out = combine_replicated(y, routed.handle, weighted=apply_weights_to == "rows")
     else:
@@ -201,9 +201,8 @@ def moe_mlp(
         on_its_own = all(value is None for name, value in sending.items() if name not in ("capacity", "drop"))
         on_its_own &= combine_wire is None and num_ranks == 1
         if on_its_own and gathered.takes(function, weights, values, topk_idx, capacity):
-            routed = dispatch(
-                gathered.numbers(x), topk_idx, topk_weights, **routing, **sending, config=gathered.alone(config)
-            )
+            numbers, alone = gathered.numbers(x), gathered.alone(config)
+            routed = dispatch_for(CALLER, numbers, topk_idx, topk_weights, **routing, **sending, config=alone)
             out = gathered.experts_and_combine(function, weights, x, routed, config)
             return (out, _info(routed)) if return_info else out
         arriving = float8.wire_of_rows(function, wire)
@@ -216,15 +215,15 @@ def moe_mlp(
                     top_k = math.prod(topk_idx.shape[-1:])  # without dimensions the dispatch refuses it
                     spec = Spec(*axes, num_experts, count, top_k, layout, int(capacity or 0), alignment)
                     config = config_for_waves(config, spec, wire, active, combine_wire, gradient_wire)
-            routed = dispatch(x, topk_idx, topk_weights, **routing, **sending, config=config)
+            routed = dispatch_for(CALLER, x, topk_idx, topk_weights, **routing, **sending, config=config)
             tokens = None if isinstance(x, BlockScaled) else (x, topk_weights)
         else:
             tokens = None
-            del sending["wire"], sending["gradient_wire"]
+            sending |= {"wire": None, "gradient_wire": None}
             if num_ranks == 1 and hopper.on_hopper():
                 config = gathered.alone(config)
             way = Way(arriving, gradient_wire, config)
-            routed = dispatch_quantized(x, topk_idx, topk_weights, way, **routing, **sending)
+            routed = dispatch_quantized(CALLER, x, topk_idx, topk_weights, way, **routing, **sending)
         if balance is not None:
             weights = {name: without_codes(array) for name, array in weights.items()}
             found = routed.handle.placement

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import warnings
 from typing import Any, NamedTuple
 
@@ -18,6 +19,9 @@ from xen_moe_jax._placement import Placement
 from xen_moe_jax._quantize import Wire
 from xen_moe_jax._spec import Spec, exact_capacity, worst_case_capacity
 from xen_moe_jax._types import Handle
+
+OWN_AND_JAX = tuple(os.path.dirname(file) for file in (__file__, jax.__file__))
+"""Folders whose code is not the user's: a warning shows the line that called it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,7 +325,7 @@ def _make_spec(
             warnings.warn(
                 f"{caller}: capacity=0: every row is dropped, and combine returns zeros; pass the rows that a rank "
                 "keeps, or None for the worst case",
-                stacklevel=4,
+                skip_file_prefixes=OWN_AND_JAX,
             )
     _validate.row_limit(capacity, alignment, caller)
     token_dims = token_dims if len(token_dims) > 1 else ()

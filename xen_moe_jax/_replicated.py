@@ -24,7 +24,6 @@ from xen_moe_jax._types import BlockScaled, ReplicatedHandle, Routed
 LAYOUTS = ("grouped", "padded")
 
 
-@jax.named_scope("xen_moe_dispatch_replicated")
 def dispatch_replicated(
     x: jax.Array | BlockScaled,
     topk_idx: jax.Array,
@@ -56,7 +55,22 @@ def dispatch_replicated(
     Raises:
       ValueError, TypeError: an argument is wrong, or the call is not inside `jax.shard_map` over `axis_name`.
     """
-    caller = "dispatch_replicated"
+    return dispatch_replicated_for("dispatch_replicated", **locals())  # the arguments, by their names
+
+
+@jax.named_scope("xen_moe_dispatch_replicated")
+def dispatch_replicated_for(
+    caller: str,
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    *,
+    num_experts: Any,
+    axis_name: Any,
+    layout: Any,
+    alignment: Any,
+) -> Routed:
+    """`dispatch_replicated`; messages name `caller`."""
     values, scales, token_dims = _validate.payload(x, caller)
     topk_idx, topk_weights = _validate.routing(topk_idx, topk_weights, token_dims, caller)
     num_experts = _validate.integer(num_experts, "num_experts", caller, minimum=1)

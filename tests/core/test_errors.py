@@ -483,7 +483,9 @@ def test_inputs_that_are_not_mistakes(mesh4):
     idx[::2] = -(2**31)
 
     def body(x, idx, weights, empty):
-        routed = good(x, idx.astype(jnp.int16), weights.astype(jnp.bfloat16), capacity=0)
+        with pytest.warns(UserWarning, match="^dispatch: capacity=0: every row is dropped") as found:
+            routed = good(x, idx.astype(jnp.int16), weights.astype(jnp.bfloat16), capacity=0)
+        assert found[0].filename == __file__
         out = xm.combine(routed.x, routed.handle)
         routed = good(empty, idx, weights)
         return out, xm.combine(routed.x, routed.handle)

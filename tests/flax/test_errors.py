@@ -107,7 +107,7 @@ def test_experts_of_your_own_that_return_no_rows(name, replicated):
     experts, error, message = CALLABLE_ERRORS[name]
     where = {"token_axes": ()} if replicated else {}
     moe = layer(dataclasses.replace(CONFIG, experts=experts, capacity=None if replicated else 8, **where))
-    with pytest.raises(error, match=rf"MoEConfig.experts=<lambda> {message}"):
+    with pytest.raises(error, match=rf"^experts=<lambda> {message}"):
         jax.eval_shape(moe, jnp.asarray(tokens(4)))
 
 

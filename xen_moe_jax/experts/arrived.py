@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xen_moe_jax._api import dispatch, redispatch
+from xen_moe_jax._api import dispatch_for, redispatch
 from xen_moe_jax._config import KernelConfig
 from xen_moe_jax._jax_internals import varying_axes
-from xen_moe_jax._mesh import vary
+from xen_moe_jax._mesh import vary, whole
 from xen_moe_jax._quantize import Wire, quantize
 from xen_moe_jax._types import BlockScaled, Handle, Routed, pytree
 from xen_moe_jax.experts import hopper
@@ -65,15 +65,17 @@ class Way:
 
 
 def dispatch_quantized(
-    x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, way: Way, **options: Any
+    caller: str, x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None, way: Way, **options: Any
 ) -> Routed:
     """Dispatches tokens `[..., H]` that are quantized first and stay quantized: `routed.x` is an `ArrivedRows`.
 
     Values, counts, and gradients are those of `dispatch(x, ...)` with `wire=way.wire` and
-    `gradient_wire=way.gradient_wire`, except that no row is dequantized and rounded to the tokens' dtype.
+    `gradient_wire=way.gradient_wire`, except that no row is dequantized and rounded to the tokens' dtype. Messages name
+    `caller`; `options` are all others of a dispatch, whose wires are None.
     """
+    x = whole(x)
     scaled = _quantized(jax.lax.stop_gradient(x), way.wire)
-    routed = dispatch(scaled, topk_idx, topk_weights, config=way.config, **options)
+    routed = dispatch_for(caller, scaled, topk_idx, topk_weights, config=way.config, **options)
     scaled = BlockScaled(routed.x.values, jax.lax.stop_gradient(routed.x.scales))
     carrier = _carrier((way, x.shape, x.dtype), x, jax.lax.stop_gradient(routed.handle), scaled.values)
     return dataclasses.replace(routed, x=ArrivedRows(carrier, scaled))

@@ -90,7 +90,7 @@ def choose(grouped_matmul: str | GroupedMatmul) -> GroupedMatmul:
         return auto
     if grouped_matmul == "tokamax" and not installed():
         raise ModuleNotFoundError(
-            "MoEConfig.grouped_matmul='tokamax': not installed; pip install 'xen-moe-jax[tokamax]', or use 'auto'",
+            "grouped_matmul='tokamax': not installed; pip install 'xen-moe-jax[tokamax]', or use 'auto'",
             name="tokamax",
         )
     return BY_NAME[grouped_matmul]
@@ -106,16 +106,16 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def checked(result: Any, shape: tuple[int, ...], given: str, what: str) -> Any:
-    """Returns the result of a callable of a `MoEConfig` if it is a floating-point array of `shape`.
+    """Returns the result of a callable of the user's if it is a floating-point array of `shape`.
 
     Raises TypeError or ValueError that name `given`, the result, and `what`, the meaning of the expected shape.
     """
     if not hasattr(result, "shape") or not hasattr(result, "dtype"):
-        raise TypeError(f"MoEConfig.{given} returned a {type(result).__name__}: must return one array, {what}")
+        raise TypeError(f"{given} returned a {type(result).__name__}: must return one array, {what}")
     if tuple(result.shape) != tuple(shape):
-        raise ValueError(f"MoEConfig.{given} returned shape {list(result.shape)}: must be {list(shape)}, {what}")
+        raise ValueError(f"{given} returned shape {list(result.shape)}: must be {list(shape)}, {what}")
     if not jnp.issubdtype(result.dtype, jnp.floating):
-        raise TypeError(f"MoEConfig.{given} returned dtype {result.dtype}: must be floating point, as its rows are")
+        raise TypeError(f"{given} returned dtype {result.dtype}: must be floating point, as its rows are")
     return result
 
 
