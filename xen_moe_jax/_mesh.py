@@ -93,12 +93,30 @@ def vary_over(operands: Sequence[Any], axis_name: tuple[str, ...]) -> list[Any]:
     return [vary(x, wanted) for x in operands]
 
 
-def whole(array: Any) -> Any:
-    """Returns `array` with all of its elements on every device of the mesh's explicit axes."""
+def whole(array: Any, *dimensions: int) -> Any:
+    """Returns `array` with all of its elements on every device of the mesh's explicit axes. With `dimensions`, negative
+    numbers, it is whole along these alone."""
+    spec = jax.typeof(array).sharding.spec
+    numbers = [len(spec) + number for number in dimensions or range(-len(spec), 0)]
+    return _sharded(array, jax.P(*(None if i in numbers else axes for i, axes in enumerate(spec))))
+
+
+def divided_alike(array: Any, other: Any) -> Any:
+    """Returns `array` sharded as `other`, of the same shape, if explicit axes divide its last dimension."""
+    spec = jax.typeof(other).sharding.spec
+    return _sharded(array, spec) if spec and spec[-1] else array
+
+
+def _sharded(array: Any, spec: Any) -> Any:
     sharding = jax.typeof(array).sharding
-    if not any(sharding.spec):
-        return array
-    return jax.sharding.reshard(array, sharding.update(spec=jax.P(*[None] * len(sharding.spec))))
+    return array if tuple(sharding.spec) == tuple(spec) else jax.sharding.reshard(array, sharding.update(spec=spec))
+
+
+def parts(array: Any, dimension: int = -1) -> int:
+    """Returns the number of parts into which explicit axes of the mesh divide a dimension of `array`."""
+    sharding = jax.typeof(array).sharding
+    names = (sharding.spec and sharding.spec[dimension]) or ()
+    return math.prod(sharding.mesh.shape[name] for name in (names if isinstance(names, tuple) else (names,)))
 
 
 def sharded_alike(function: Callable[..., Any], array: Any, *others: Any) -> Any:

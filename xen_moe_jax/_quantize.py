@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from xen_moe_jax import _mxfp4
+from xen_moe_jax import _mesh, _mxfp4
 from xen_moe_jax._numbers import array, is_one_of
 from xen_moe_jax._spec import SCALE_BLOCK, scale_blocks
 from xen_moe_jax._types import BlockScaled
@@ -100,9 +100,12 @@ def parse_wire(wire: Any, name: str = "wire") -> Wire | None:
 
 
 def _blocks(x: jax.Array, size: int = SCALE_BLOCK) -> jax.Array:
-    """[..., H] -> [..., ceil(H/size), size], zero-filled."""
+    """[..., H] -> [..., ceil(H/size), size], zero-filled. Where explicit axes of the mesh divide blocks, H is made
+    whole."""
     hidden = x.shape[-1]
     blocks = -(-hidden // size)
+    if hidden % (size * _mesh.parts(x)):
+        x = _mesh.whole(x, -1)
     pad = blocks * size - hidden
     if pad:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)])
@@ -112,6 +115,8 @@ def _blocks(x: jax.Array, size: int = SCALE_BLOCK) -> jax.Array:
 def _join(blocks: jax.Array, hidden: int) -> jax.Array:
     """Inverse of `_blocks`; also of no blocks at all, where a size could not be inferred."""
     *rows, count, size = blocks.shape
+    if hidden % size:
+        blocks = _mesh.whole(blocks, -2, -1)
     return blocks.reshape(*rows, count * size)[..., :hidden]
 
 
@@ -171,7 +176,7 @@ def quantize_arrays(x: jax.Array, wire: Wire, block: int | None = None) -> tuple
         return packed.reshape(*packed.shape[:-2], packed.shape[-2] * packed.shape[-1]), exponents
     if wire.dtype == "int8":
         scaled = jnp.clip(jnp.round(scaled), -127, 127)
-    values = _join(scaled.astype(wire.jnp_dtype), x.shape[-1])
+    values = _mesh.divided_alike(_join(scaled.astype(wire.jnp_dtype), x.shape[-1]), x)
     return values, jnp.where(finite, scale, jnp.float32(jnp.nan))
 
 
@@ -179,7 +184,7 @@ def dequantize_arrays(values: jax.Array, scales: jax.Array, dtype: Any) -> jax.A
     """Inverse of `quantize_arrays` up to rounding: `float32(value) * scale`, rounded to `dtype`."""
     hidden = values.shape[-1]
     blocks = _blocks(values).astype(jnp.float32) * scales[..., None]
-    return _join(blocks, hidden).astype(dtype)
+    return _mesh.divided_alike(_join(blocks, hidden).astype(dtype), values)
 
 
 def from_wire(payload: tuple[jax.Array, jax.Array], wire: Wire, hidden: int, dtype: Any) -> jax.Array:

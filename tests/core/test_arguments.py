@@ -121,6 +121,22 @@ def test_no_rows_are_quantized_to_no_rows(dtype):
     assert xm.dequantize(empty).shape == (0, 200)
 
 
+@pytest.mark.parametrize("hidden", [200, 384])
+def test_blocks_that_an_explicit_axis_divides(mesh4, hidden):
+    """Values and rows stay sharded as the array is: 384 elements of 4 devices are three blocks of 128."""
+    given = np.random.default_rng(0).standard_normal((2, hidden)).astype(np.float32)
+    x = jax.device_put(given, jax.NamedSharding(mesh4, P(None, "ep")))
+
+    def there_and_back(x):
+        scaled = xm.quantize(x, "int8")
+        return scaled, xm.dequantize(scaled), xm.quantize_weights(x[None])
+
+    found, expected = (jax.jit(there_and_back)(a) for a in (x, given))
+    jax.tree.map(lambda a, b: assert_bits(a, np.asarray(b), "on explicit axes"), found, expected)
+    assert found[0].values.sharding == found[1].sharding == x.sharding
+    assert_bits(xm.dequantize(xm.quantize(x, "int8")), np.asarray(expected[1]), "outside of jit")
+
+
 def test_rows_that_do_not_exist_count_as_dropped(mesh4):
     """A handle whose positions were overwritten: nothing is read out of bounds, other tokens keep their sum."""
     x, idx = operands()

@@ -29,7 +29,7 @@ import numpy as np
 
 from xen_moe_jax._float8_weight import DTYPE, Float8Weight, padding_of
 from xen_moe_jax._jax_internals import varying_axes
-from xen_moe_jax._mesh import vary, vary_alike
+from xen_moe_jax._mesh import parts, vary, vary_alike, whole
 from xen_moe_jax._quantize import Wire, dequantize_arrays, parse_wire, quantize_arrays
 from xen_moe_jax._quantized_weight import QuantizedWeight, without_gradient
 from xen_moe_jax._spec import SCALE_BLOCK as BLOCK
@@ -179,8 +179,8 @@ def parts_of(rows: jax.Array | ArrivedRows) -> tuple[jax.Array, BlockScaled | No
 
 
 def vary_all(tree: Any) -> Any:
-    """Applies `vary_alike` to all arrays of a tree. Differentiating the result by the codes of its quantized weights is
-    a TypeError."""
+    """Makes all arrays of a tree whole and applies `vary_alike` to them: no matmul here is divided over explicit axes.
+    Differentiating the result by the codes of its quantized weights is a TypeError."""
 
     def fixed(leaf: Any) -> Any:
         if isinstance(leaf, Float8Weight):
@@ -189,7 +189,7 @@ def vary_all(tree: Any) -> Any:
 
     tree = jax.tree.map(fixed, tree, is_leaf=is_quantized)
     leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, vary_alike(*leaves))
+    return jax.tree.unflatten(structure, vary_alike(*map(whole, leaves)))
 
 
 def is_quantized(weight: Any) -> bool:
@@ -199,7 +199,10 @@ def is_quantized(weight: Any) -> bool:
 
 def quantize_weights(weights: jax.Array, dtype: str = DTYPE) -> tuple[jax.Array, jax.Array]:
     """Quantizes weights `[L, A, B]` by the rule of rows for the 128 x 128 elements of a block: returns `[L, A, B]` in
-    `dtype` and float32 scales `[L, ceil(A / 128), ceil(B / 128)]`."""
+    `dtype` and float32 scales `[L, ceil(A / 128), ceil(B / 128)]`. A dimension whose blocks explicit axes of the mesh
+    divide is made whole."""
+    cut = [i for i in (-2, -1) if weights.shape[i] % (BLOCK * parts(weights, i))]
+    weights = whole(weights, *cut) if cut else weights
     local, rows, columns = weights.shape
     above, beside = -(-rows // BLOCK), -(-columns // BLOCK)
     weights = jnp.pad(weights, ((0, 0), (0, above * BLOCK - rows), (0, beside * BLOCK - columns)))
