@@ -309,18 +309,22 @@ def test_export(mesh4):
     jax.tree.map(lambda a, b: assert_bits(a, np.asarray(b), "exported"), exported.call(*given), program(*given))
 
 
-@pytest.mark.parametrize("experts", [None, "float8_e4m3fn"])
-def test_beside_an_explicit_axis(experts, mesh4):
-    """Tokens, and experts that are not quantized, are sharded over an explicit axis. JAX has no ragged dot there."""
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"layout": "padded"}, {"experts": "float8_e4m3fn", "wire": "float8_e4m3fn"}],
+    ids=["grouped", "padded", "fp8, as it arrived"],
+)
+def test_beside_an_explicit_axis(options, mesh4):
+    """Tokens and experts are sharded over an explicit axis. JAX has no ragged dot there."""
     mesh = jax.make_mesh((RANKS, 2), ("ep", "tp"))
-    gate = RANKED if experts else P("ep", None, "tp")
-    specs = P("ep", "tp"), RANKED, RANKED, {"gate": gate, "up": RANKED, "down": RANKED}
+    columns, rows = P("ep", None, "tp"), P("ep", "tp")
+    specs = P("ep", "tp"), RANKED, RANKED, {"gate": columns, "up": columns, "down": rows}
     given = operands(Case())
 
     def loss(x, idx, weights, arrays):
         def of(x, weights, arrays):
-            options = {"num_experts": EXPERTS, "axis_name": "ep", "experts": experts}
-            return jnp.sum(xm.moe_mlp(x, idx, weights, **arrays, **options) ** 2)
+            given = {"num_experts": EXPERTS, "axis_name": "ep"} | options
+            return jnp.sum(xm.moe_mlp(x, idx, weights, **arrays, **given) ** 2)
 
         return jax.value_and_grad(of, (0, 1, 2))(x, weights, arrays)[1]
 
@@ -526,6 +530,12 @@ MISTAKES = {
     "replicated": ({"replicated": 2}, TypeError, "replicated=2: must be True or False"),
     "placement": ({"placement": UP}, TypeError, "moe_mlp: placement is a .*: must be a Placement"),
     "capacity": ({"capacity": -1}, ValueError, "capacity=-1: must be >= 0"),
+    "capacity of rows in fp8": (
+        {"capacity": -1, "wire": "float8_e4m3fn", "experts": "float8_e4m3fn"},
+        ValueError,
+        "capacity=-1: must be >= 0",
+    ),
+    "alignment of replicated tokens": ({"replicated": True, "alignment": 0}, ValueError, "alignment=0: must be >= 1"),
     "experts in all": ({"num_experts": 0}, ValueError, "num_experts=0: must be >= 1"),
 }
 
@@ -539,8 +549,9 @@ def test_mistakes(name, mesh4):
     def body(idx):
         return xm.moe_mlp(topk_idx=idx, topk_weights=None, axis_name="ep", **given)
 
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as found:
         jax.eval_shape(jax.shard_map(body, mesh=mesh4, in_specs=P(), out_specs=P()), jnp.zeros((8, TOP_K), jnp.int32))
+    assert str(found.value).startswith(("moe_mlp: ", "experts=<lambda> "))  # not the name of an operation inside
 
 
 def test_numbers_of_numpy_are_numbers(mesh4):

@@ -321,8 +321,10 @@ def padded_experts(
     if row_weights is not None:
         row_weights = jnp.where(used, row_weights, 0)
 
+    everywhere = jax.P(None, None, None) if jax.sharding.get_abstract_mesh().explicit_axes else None
+
     def project(rows: jax.Array, name: str, factors: jax.Array | None = None) -> jax.Array:
-        out = jnp.einsum("lma,lab->lmb", rows, widened(weights[name], rows.dtype))
+        out = jnp.einsum("lma,lab->lmb", rows, widened(weights[name], rows.dtype), out_sharding=everywhere)
         if not config.expert_bias:
             return out
         bias = weights[f"{name}_bias"][:, None, :]
