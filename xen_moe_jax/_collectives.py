@@ -162,6 +162,7 @@ def all_gather(
 
     def one(leaf: Any) -> jax.Array:
         leaf = _validate.array(leaf, caller, "x")
+        _validate.known_shape(leaf, caller, "x")
         place = _validate.gather_axis(leaf, axis, tiled, caller)
         if wire is not None and (leaf.dtype.name not in _validate.FLOATS or leaf.ndim == 0):
             raise TypeError(

@@ -51,6 +51,8 @@ def all_gather_matmul(x: jax.Array, w: jax.Array, axis_name: Any, *, config: Ker
         dtype = jnp.promote_types(x.dtype, w.dtype)
     except ValueError:
         raise TypeError(f"{caller}: x is {x.dtype} and w {w.dtype}: no dtype has both; cast one of them") from None
+    for name, operand in (("x", x), ("w", w)):
+        _validate.known_shape(operand, caller, name)
     x, w = x.astype(dtype), w.astype(dtype)
     if _mesh.vmapped(axis_name):
         return jnp.matmul(lax.all_gather(x, axis_name, tiled=True), w)

@@ -472,14 +472,19 @@ def test_all_to_all_with_symbolic_sizes(mesh4):
     assert_bits(ours, x.reshape(4, 4, 2, 3).swapaxes(0, 1).reshape(x.shape), "exported all_to_all")
 
 
-@pytest.mark.parametrize("what", ["tokens", "slots", "hidden", "rows"])
+@pytest.mark.parametrize("what", ["tokens", "slots", "hidden", "rows", "gathered", "multiplied", "weights"])
 def test_sizes_that_a_program_is_built_for_cannot_be_symbolic(mesh4, what):
     """XLA would crash, for good, on an exported program that broadcasts to a size that is open."""
     (b,) = export.symbolic_shape("b")
     sizes = jnp.ones(RANKS, jnp.int32)
     with pytest.raises(ValueError, match=r"has the symbolic shape \(.*b.*\): every size must be known"):
-        if what == "rows":
-            rows = (4 * b, 3), jnp.float32
-            exported(mesh4, lambda x: xm.ragged_all_to_all(x, x, *[sizes] * 4, axis_name="ep"), rows)
+        exchange = {
+            "rows": lambda x: xm.ragged_all_to_all(x, x, *[sizes] * 4, axis_name="ep"),
+            "gathered": lambda x: xm.all_gather(x, "ep"),
+            "multiplied": lambda x: xm.all_gather_matmul(x, jnp.ones((3, 2)), "ep"),
+            "weights": lambda w: xm.all_gather_matmul(jnp.ones((2, 3)), w.T, "ep"),
+        }.get(what)
+        if exchange is not None:
+            exported(mesh4, exchange, ((4 * b, 3), jnp.float32))
         tokens, slots, hidden = {"tokens": (4 * b, 2, 8), "slots": (16, b, 8), "hidden": (16, 2, b)}[what]
         exported(mesh4, dispatch_and_combine, ((tokens, hidden), jnp.float32), ((tokens, slots), jnp.int32))
