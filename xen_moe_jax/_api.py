@@ -69,8 +69,8 @@ def dispatch(
         is decided before anything is sent, with one more all-gather (of counts, or of router weights), and dropped
         slots are -1 in `routed.handle.topk_idx`. No gradient passes through the choice. In the layouts "ranked" and
         "padded", "source" is "position".
-      wire: None sends the input dtype; "float8_e4m3fn" or "int8" (with ":ue8m0" for power-of-two scales) quantizes on
-        the wire and dequantizes on arrival. Gradients go straight through.
+      wire: None sends the input dtype; "float8_e4m3fn" or "int8" (with ":ue8m0" for power-of-two scales), "mxfp4" (not
+        on TPUs) or a `Wire` quantizes on the wire and dequantizes on arrival. Gradients go straight through.
       gradient_wire: wire format of gradients, named as in `wire`; None is their own dtype.
       active: bool `[R]`, the same on every rank: True for ranks that take part. It is an array like any other, so that
         it changes from call to call without a new program. Nothing goes to an inactive rank and nothing comes from it.
@@ -213,7 +213,10 @@ def redispatch(
       active: as in `dispatch`; the default is the dispatch's own `active`. Rows of an inactive rank are zero.
 
     Returns:
-      rows in the layout of that dispatch, `[C, H2]` or `[L, R*T, H2]`.
+      rows in the layout of that dispatch, `[C, H2]` or `[L, R*T, H2]`, of the dtype of `x`.
+
+    Raises:
+      ValueError, TypeError: `x` does not match the handle, or another argument is wrong.
     """
     prepared = _prepare.redispatch("redispatch", **locals())  # the arguments, by their names
     (rows,) = primitives.redispatch_p.bind(*prepared.operands, **prepared.static.params)
@@ -233,6 +236,9 @@ def get_dispatch_layout(
     Returns:
       `DispatchLayout`: `num_tokens_per_rank [R]`, `num_tokens_per_node` or None, `num_tokens_per_expert [E]`,
       `is_token_in_rank bool [T, R]`, or `[..., R]`.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong.
     """
     caller = "get_dispatch_layout"
     idx, _ = _validate.routing(topk_idx, None, None, caller)

@@ -114,7 +114,7 @@ def dispatch_start(
     slots_per_rank: int | None = None,
     config: KernelConfig | None = None,
 ) -> Flight:
-    """Starts a `dispatch`, with the same arguments. Finish it with `dispatch_done`.
+    """Starts a `dispatch`, with the same arguments and errors. Finish it with `dispatch_done`.
 
     XLA keeps start and done apart only around work that data dependencies put between them: pass it to `overlap`.
     """
@@ -153,7 +153,7 @@ def combine_start(
     placement: Placement | None = None,
     config: KernelConfig | None = None,
 ) -> Flight:
-    """Starts a `combine`, with the same arguments. Finish it with `combine_done`.
+    """Starts a `combine`, with the same arguments and errors. Finish it with `combine_done`.
 
     With a placement the start is the whole operation, unless its `sums`, the layout or `wire` adds where the rows are.
     """

@@ -44,7 +44,8 @@ def buffer_size_hint(
       bytes; 0 for backends without symmetric memory.
 
     Raises:
-      ValueError: a size is not positive, or `ranks_per_node` does not divide `num_ranks`.
+      ValueError: an argument is out of range, or `ranks_per_node` does not divide `num_ranks`. TypeError: a size is no
+        int. BackendUnavailable: `backend` cannot run here.
     """
     caller = "buffer_size_hint"
     sizes = {"num_tokens": num_tokens, "hidden": hidden, "num_ranks": num_ranks, "top_k": top_k}
@@ -101,11 +102,12 @@ class Buffer:
           mesh: a mesh with devices. axis_name: its expert-parallel axis, or (slow, fast) pair.
           num_tokens, hidden, top_k, num_experts, dtype, wire, slots_per_rank: as in `buffer_size_hint`.
           size_bytes: more than the hint, for operations of other shapes on the same channel; None takes the hint.
-          channel, ranks_per_node: fields of the `KernelConfig`s that it serves.
+          channel, ranks_per_node, backend: fields of the `KernelConfig`s that it serves.
 
         Raises:
           TypeError: `mesh` has no devices. ValueError: an axis is not in the mesh, a size is not positive,
-            `ranks_per_node` does not divide the ranks, or `size_bytes` is less than the hint.
+            `ranks_per_node` does not divide the ranks, or `size_bytes` is less than the hint. BackendUnavailable: the
+            backend cannot run here.
         """
         if not isinstance(mesh, jax.sharding.Mesh):
             raise TypeError(f"Buffer: mesh is a {type(mesh).__name__}: must be a jax.sharding.Mesh, which has devices")

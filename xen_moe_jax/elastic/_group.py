@@ -82,6 +82,10 @@ class Group:
 
     A group is a context manager: leaving it closes the group, and the members treat that as the death of this process.
     One thread calls the methods; JAX's threads call the exchanges of the programs.
+
+    Attributes:
+      rank, num_ranks: this process's rank, which is its slot, and `R`.
+      placement: `Placement` of the experts on the members, the same on all of them; None if the group has none.
     """
 
     def __init__(
@@ -197,7 +201,7 @@ class Group:
 
         Raises:
           TimeoutError: the members did not let this process in, or `start_with` processes were not ready. A further
-            call tries again.
+            call tries again. Or this process is in, and the members' slots do not hold all experts, as in `boundary`.
           ValueError: `start_with` is more than the group's slots, `timeout_s` is not positive, or the members run other
             programs than this process.
           elastic.Evicted: the members went on without this process while it was coming in.

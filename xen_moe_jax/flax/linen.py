@@ -62,7 +62,7 @@ def _quantized(name: str, weight: Any, shape: tuple[int, ...]) -> QuantizedWeigh
 
 
 class MoE(nn.Module):
-    """A mixture of SwiGLU experts, spread over the mesh axis `config.axis_name`.
+    """A mixture of experts, spread over the mesh axis `config.axis_name`.
 
     The same layer as `xen_moe_jax.flax.nnx.MoE`, with the same parameter names; each parameter is boxed in
     `nn.Partitioned` with its sharding (`nn.get_partition_spec` reads it). With balancing="bias" the bias lives in the

@@ -31,12 +31,12 @@ class QuantizedParam(nnx.Variable):
 
 
 class MoE(nnx.Module):
-    """A mixture of SwiGLU experts, spread over the mesh axis `config.axis_name`.
+    """A mixture of experts, spread over the mesh axis `config.axis_name`.
 
     Call it under `jit` on a mesh (`jax.set_mesh` or `mesh=`), inside your own `shard_map`, or on one device. The
-    weights are `nnx.Param`s `router [H, E]`, `gate` and `up [E, H, F]`, `down [E, F, H]` and, with shared experts,
-    `shared_gate`, `shared_up`, `shared_down`, each with its sharding in `out_sharding`; balancing="bias" adds the
-    `RouterBias` `router_bias [E]`.
+    weights are `nnx.Param`s `router [H, E]`, `gate` and `up [E, H, F]`, `down [E, F, H]` and those of docs/user/flax.md
+    that the config asks for, each with its sharding in `out_sharding`; balancing="bias" adds the `RouterBias`
+    `router_bias [E]`.
 
     A plain `nnx.jit` copies all weights at every call, because it returns the module's state. Where nothing is
     assigned, `nnx.jit(..., graph_updates=False)`, or `nnx.split` and `jax.jit`, does not.
@@ -161,7 +161,11 @@ class MoE(nnx.Module):
         return quantized_weights(self.config, self.mesh, weights, compute_dtype)
 
     def update_bias(self, metrics: MoEMetrics) -> None:
-        """Moves the router bias by one step; call it once per optimiser step, with that step's metrics."""
+        """Moves the router bias by one step; call it once per optimiser step, with that step's metrics.
+
+        Raises:
+          ValueError: `MoEConfig.balancing` is not "bias". TypeError: `metrics` is no `MoEMetrics`.
+        """
         if self.config.balancing != "bias":
             raise ValueError(f"MoEConfig.balancing={self.config.balancing!r}: update_bias needs balancing='bias'")
         if not isinstance(metrics, MoEMetrics):

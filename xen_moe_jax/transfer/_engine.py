@@ -308,7 +308,8 @@ class Engine:
             target: `peer["kv"]`, or a part of it.
             pages: (source pages, destination pages), equal numbers of indices into the first dimensions: `src[i]` is
                 written to `target[j]`.
-            imm: the counter at the peer that this write adds one to when all of it has arrived.
+            imm: the counter at the peer that this write adds one to when all of it has arrived: an int of at most 256
+                bits, or a string of at most 256 characters.
             last: gives the permission to write back when this write, and all others of this engine into the same
                 generation, have ended. The peer learns it together with `imm`: once its counter is met, the death of
                 this process no longer spoils the generation. A later write asks for permission again.

@@ -149,6 +149,7 @@ def reset(timeout_s: float = RESET_S) -> None:
 
     Raises:
       RuntimeError: a GPU was still busy, or a process did not come. Failed groups stay failed; call it again.
+      ValueError: `timeout_s` is not positive. BackendUnavailable: the CUDA backend cannot run here.
     """
     seconds = positive_seconds(timeout_s, "timeout_s", "reset")
     module.registered().reset(seconds)
@@ -161,5 +162,8 @@ def workspaces() -> list[dict[str, Any]]:
     staging_bytes and scratch_bytes of a rank; generation, how often it was made anew; generations_held, how many of
     them still hold memory; launches by the host, and captured, how many of them went into a CUDA graph; the replay of a
     graph is neither.
+
+    Raises:
+      BackendUnavailable: there is no CUDA module.
     """
     return module.compiled().workspaces()
