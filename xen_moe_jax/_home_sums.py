@@ -58,7 +58,7 @@ def _combine(y: Any, *operands: Any, spec: Spec, **params: Any) -> Any:
         handle = idx[:, None], places[..., None], recv_counts, active, flat_weights
         return primitives.combine_p.bind(flat, *handle, spec=single, **{**params, "weighted": False})[0]
 
-    # slots first, then tokens
+    # The slots come first, then the tokens.
     idx, places = topk_idx.T.reshape(-1, tokens), jnp.moveaxis(positions, 2, 1).reshape(spec.num_ranks, -1, tokens)
     returned = lax.map(alone, (idx, jnp.moveaxis(places, 1, 0))) if len(idx) > 1 else alone((idx[0], places[:, 0]))
     factors = topk_weights if params["weighted"] else None

@@ -235,7 +235,7 @@ class _Coming:
         self._like, self._counts, self._spec, self._config = records.rows_of(tokens, wire), recv_counts, spec, config
         self.record, self.weights = self._like.record, None
         waves = windows(spec, back=True, both=True)
-        # how many waves each window waits for
+        # Each window waits for so many waves.
         self._begins = [sum(begin < end <= last for _, end in waves) for begin, last in cut]
         if tables_known:
             ranks, places, runs, self._source = tables_known

@@ -24,7 +24,7 @@ class MoEMetrics:
       aux_loss: float32 `[]`, add it to the training loss: the load-balancing, per-sequence and z-losses, as far as
         the config asks for them, with their weights; 0 without any.
       tokens_per_expert: int32 `[E]`, slots routed to each expert, dropped rows included.
-      num_dropped: int32 `[]`, rows that did not fit under the capacity; 0 without a capacity.
+      num_dropped: int32 `[]`, the sum of `Routed.num_dropped` over all ranks and chunks.
       num_nonfinite: int32 `[]`, tokens with a NaN or an infinity in their router logits: their output is not to be
         trusted, and something upstream has gone wrong.
       sequence_loss: float32 `[]`, the part of the per-sequence loss in `aux_loss`.

@@ -250,7 +250,7 @@ def _pipelined(
     work."""
 
     def work(rows: jax.Array, sizes: jax.Array, *factors: jax.Array) -> jax.Array:
-        # named again behind the barrier of `overlap`, or a remat policy would repeat the starts to get them
+        # Rows are named again behind the barrier of `overlap`, or a remat policy would repeat the starts to get them.
         rows = checkpoint_name(checkpoint_name(rows, ROWS), EXPERT_ROWS)
         named = (checkpoint_name(factor, HANDLE) for factor in factors)
         return built_in(config)(rows, checkpoint_name(sizes, HANDLE), weights, *named)

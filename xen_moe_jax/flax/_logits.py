@@ -35,7 +35,7 @@ def parts_of(a: jax.Array) -> list[jax.Array]:
     """`a`, float32, as the sum of bfloat16 arrays, the largest first."""
     parts = []
     for _ in range(PARTS):
-        # not a conversion there and back, which XLA may leave out
+        # A conversion there and back would do the same, but XLA may leave it out.
         rounded = jax.lax.reduce_precision(a, exponent_bits=8, mantissa_bits=7)
         parts.append(rounded.astype(jnp.bfloat16))
         a = a - rounded

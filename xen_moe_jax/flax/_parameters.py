@@ -64,7 +64,7 @@ def parameter_table(config: MoEConfig, mesh: Any = None) -> dict[str, Parameter]
         return Parameter(shape, config.param_dtype, initializer, tuple(names[dim] for dim in dims), dims)
 
     def router(initializer: Callable[..., jax.Array], *shape: int) -> Parameter:
-        # replicated, even if the experts' hidden dimension has a name
+        # The router is replicated, even if the experts' hidden dimension has a name.
         return Parameter(shape, jnp.float32, initializer, (None,) * len(shape), (None,) * len(shape))
 
     table = {}

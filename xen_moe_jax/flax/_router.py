@@ -129,7 +129,7 @@ def hashed_experts(token_ids: jax.Array, num_experts: int, k: int) -> jax.Array:
     for slot in range(k):
         drawn = _mixed(ids + jnp.uint32(0x9E3779B9 * (slot + 1) % 2**32)) % jnp.uint32(num_experts - slot)
         expert = drawn.astype(jnp.int32)
-        # the drawn-th of the remaining experts: step over the chosen ones in ascending order
+        # The expert is the drawn-th of the remaining ones: the loop steps over the chosen ones in ascending order.
         for taken in jnp.sort(jnp.stack(chosen), axis=0) if chosen else ():
             expert = expert + (expert >= taken)
         chosen.append(expert)

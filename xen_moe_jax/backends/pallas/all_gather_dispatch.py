@@ -90,7 +90,7 @@ def dispatch(
     config: KernelConfig,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Returns rows (and scales), then positions, counts, weights and sanitised `topk_idx`: docs/design/internals.md."""
-    # slots by tokens, as XLA keeps narrow tables: nothing is turned over outside of the kernels
+    # The tables are slots by tokens, as XLA keeps narrow ones: nothing is turned over outside of the kernels.
     experts = _layout.sanitize(topk_idx.T, spec.num_experts)
     packed = pack_kernel.pack_tokens(
         records.pad_hidden(x),

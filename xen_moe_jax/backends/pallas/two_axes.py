@@ -238,7 +238,8 @@ def partial_sums(
     rail = rail_of(topk_idx, spec)
     index = lax.axis_index(spec.axis_name[1])
 
-    # expert rank -> the chip of the token's index in this slice; a region of staging per (expert rank, source slice)
+    # An expert's rank sends to the chip of the token's index in this slice. Each pair of an expert's rank and a source
+    # slice has a region of staging.
     counts = jnp.sum(rail.hits, axis=1, dtype=jnp.int32).T  # [M, N]
     few = fast <= spec.top_k
     if few:
@@ -259,7 +260,7 @@ def partial_sums(
     )
     staged = sums.of_slots(rows, pairs, weights, zero, sums.slots_launch(), axes=plan.kernel_axes(spec))
 
-    # partial sums of this slice, packed in token order for each source slice
+    # The partial sums of this slice are packed in token order for each source slice.
     summand = starts.T[:, None, :] + _layout.exclusive_cumsum(rail.hits, axis=1)  # [N, T, M]
     summand = jnp.where(rail.hits > 0, summand, -1)
     order = jnp.argsort(rail.crossed == 0, axis=1, stable=True)
