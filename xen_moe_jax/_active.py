@@ -76,10 +76,14 @@ def mask_handle(operands: Sequence[Any], spec: Spec) -> list[Any]:
 
 def zero_left_out(rows: jax.Array, operands: Sequence[Any], spec: Spec) -> jax.Array:
     """Zeroes rows whose source rank is inactive: the handle counts them as used, but no rank sends them."""
-    positions, active = operands[2], operands[4]
-    if not given(active):
+    if not given(operands[4]):
         return rows
+    return jnp.where(left_out(operands[2], operands[4], spec)[..., None], jnp.zeros((), rows.dtype), rows)
+
+
+def left_out(positions: jax.Array, active: jax.Array, spec: Spec) -> jax.Array:
+    """bool `spec.row_dims`: rows whose source rank is inactive."""
     num_rows = math.prod(spec.row_dims)
     lost = (positions >= 0) & (positions_of(positions, active, spec) < 0)
-    left_out = jnp.zeros(num_rows, jnp.bool_).at[jnp.where(lost, positions, num_rows)].set(True, mode="drop")
-    return jnp.where(left_out.reshape(*spec.row_dims, 1), jnp.zeros((), rows.dtype), rows)
+    mask = jnp.zeros(num_rows, jnp.bool_).at[jnp.where(lost, positions, num_rows)].set(True, mode="drop")
+    return mask.reshape(spec.row_dims)

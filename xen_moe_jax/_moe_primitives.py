@@ -300,7 +300,10 @@ def row_cotangents(
     rows: Any, y: Any, weights: Any, wanted: tuple[bool, bool], handle: Any, params: dict[str, Any]
 ) -> list[Any]:
     """`combine_cotangents` from the cotangent's rows, where the experts' rows are."""
-    used = _layout.used_rows(handle[2], params["spec"])
+    _, positions, recv_counts, active = handle
+    used = _layout.used_rows(recv_counts, params["spec"])
+    if _active.given(active):  # no zero may meet the weights and outputs of an inactive rank's rows, which may be NaN
+        used &= ~_active.left_out(positions, active, params["spec"])
     y_ct = weights_ct = None
     if wanted[0] and params["weighted"]:
         product = weights[..., None] * rows.astype(jnp.float32)

@@ -137,6 +137,30 @@ def test_nothing_to_combine_has_zero_gradients(layout, hidden, capacity):
     np.testing.assert_array_equal(by_weights, np.zeros_like(weights))
 
 
+def test_a_rank_that_leaves_before_the_combine_reaches_no_gradient(mesh4):
+    """The handle knows its rows. Their router weights and outputs may be NaN, which a cotangent of zero would not
+    silence."""
+    active = jnp.arange(4) != 1
+    idx, leaves = np.arange(64, dtype=np.int32).reshape(32, 2) % 8, np.arange(32)[:, None] // 8 == 1
+
+    def layer(x, weights, scale, idx):
+        routed = xm.dispatch(x, idx, weights, num_experts=8, axis_name="ep")
+        return jnp.sum(xm.combine(routed.x * scale, routed.handle, active=active))
+
+    def gradients(x, weights):
+        x, weights = (np.where(leaves, value, np.ones((32, n), np.float32)) for value, n in ((x, 8), (weights, 2)))
+        given = place(mesh4, x.astype(np.float32), weights.astype(np.float32), np.ones(4, np.float32), idx)
+        return [np.asarray(a) for a in mapped(*given)]
+
+    mapped = sharded(jax.grad(layer, (0, 1, 2)), mesh4)
+    clean = gradients(1, 1)
+    assert clean[2].any() and not any(np.where(leaves, a, 0).any() for a in clean[:2])
+    for name, a, b in zip(("x", "weights", "scale"), gradients(1, np.nan), clean, strict=True):
+        assert_bits(a, b, f"gradient of {name}, NaN in router weights")
+    for name, a, b in zip(("x", "weights"), gradients(np.nan, 1), clean):
+        assert_bits(a, b, f"gradient of {name}, NaN in tokens")
+
+
 @pytest.mark.parametrize("wire", ["float8_e4m3fn", "int8:ue8m0"])
 def test_quantized_wire_is_straight_through(mesh4, wire):
     """The forward pass is quantized, the gradient is that of the unquantized program: bit for bit."""
