@@ -27,7 +27,7 @@ MOVE_SMS = 96
 """SMs of moved weights: with two ranks, half of the blocks copy the slots that stay on their rank."""
 KEEP = -3
 """Entry of a table for a slot that is not written (`ExchangeParams::sources`)."""
-GATHER_CHUNK_BYTES, GATHER_RING_CHUNKS = 16 * 1024, 2
+GATHER_CHUNK_BYTES, GATHER_RING_CHUNKS = 8 * 1024, 4
 """Bytes of a chunk of an all_gather, and chunks of a ring: each of its thread blocks has `block_lanes` rings."""
 GATHER_SMS = 96
 """SMs of an all_gather: with two ranks, half of the blocks copy this rank's own rows."""
