@@ -232,10 +232,12 @@ def combine(
     checked = _validate.active(handle.active if active is None else active, spec, caller)
     operands = [y, handle.topk_idx, handle.positions, handle.recv_counts, checked, handle.weights]
     operands = vary_over(operands, spec.axis_name)
-    return PreparedCombine(static, chosen, _at_home(handle, placement, static, caller), *operands)
+    return PreparedCombine(static, chosen, _at_home(handle, placement, checked, static, caller), *operands)
 
 
-def _at_home(handle: Handle, placement: Any, static: Static, caller: str) -> tuple[jax.Array, jax.Array] | None:
+def _at_home(
+    handle: Handle, placement: Any, active: Any, static: Static, caller: str
+) -> tuple[jax.Array, jax.Array] | None:
     """Operands that a combine needs to add rows as their homes would; None where it adds them on the ranks that hold
     them: without a placement or by one whose `sums` say so, and where rows were added before or are quantized."""
     spec, own = handle.spec, handle.placement
@@ -254,7 +256,8 @@ def _at_home(handle: Handle, placement: Any, static: Static, caller: str) -> tup
     placement = own if placement is None else placement
     if placement is None or placement.sums == "rank" or spec.layout == "ranked" or static.wire is not None:
         return None
-    home = _home_sums.homes(handle.topk_idx, jnp.asarray(placement.experts), placement.num_experts)
+    moved = _active.entries(handle.topk_idx, active, spec)  # a rank may have left since the dispatch
+    home = _home_sums.homes(moved, jnp.asarray(placement.experts), placement.num_experts)
     home, weights = vary_over([home, lax.stop_gradient(handle.topk_weights)], spec.axis_name)
     return home, weights
 

@@ -542,6 +542,21 @@ def test_a_rank_that_is_out_is_replaced_by_its_replicas_in_the_same_program():
     assert run._cache_size() == 1
 
 
+def test_tokens_of_a_rank_that_leaves_before_the_combine_are_zero():
+    """Even where their router weights are NaN."""
+    alive, placement = np.array([False, True, True, True]), xm.balance.home(E, R)
+    x, idx, topk_weights, _ = operands(5)
+    topk_weights = np.where(np.repeat(alive, T)[:, None], topk_weights, np.float32(np.nan))
+
+    def body(x, idx, topk_weights, active):
+        routed = xm.dispatch(x, idx, topk_weights, num_experts=E, axis_name="ep", placement=placement)
+        return xm.combine(routed.x, routed.handle, active=active)
+
+    run = jax.jit(jax.shard_map(body, mesh=mesh(), in_specs=(EP, EP, EP, P()), out_specs=EP))
+    out = np.asarray(run(x, idx, topk_weights, alive))
+    assert (out[:T] == 0).all() and out[T:].any() and not np.isnan(out.astype("f4")).any()
+
+
 def test_a_rank_dies_and_comes_back_in_one_program():
     """A step without the rank that died, a step with its experts fetched, and a step with the rank back have the bits
     of a group that never failed, for every token of a rank that takes part, and nothing is compiled again."""
