@@ -146,6 +146,8 @@ def test_values_that_are_no_arrays_and_peers_that_are_none(refusing):
     for call in (lambda: engine.send("b", b"x"), lambda: engine.barrier(["b"], 1)):
         with pytest.raises(xt.TransferRefused, match="'b' is a str, not a Peer"):
             call()
+    with pytest.raises(xt.TransferRefused, match="barrier: 3 must be a collection of peers"):
+        engine.barrier(3, 1)
 
 
 @pytest.mark.parametrize("timeout", [float("nan"), "1", 1j])

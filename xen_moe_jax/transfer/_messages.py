@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -204,7 +204,7 @@ class Mailbox:
 
     def barrier(self, group: Sequence[Peer], timeout: float | None) -> None:
         """Waits for every engine of the group; see `Engine.barrier`."""
-        if isinstance(group, Peer):  # type: ignore[unreachable]
+        if isinstance(group, Peer) or not isinstance(group, Iterable):  # type: ignore[unreachable]
             raise TransferRefused(f"barrier: {group!r} must be a collection of peers, as in [peer]", request="barrier")
         group = list(group)  # It may be an iterator.
         for peer in group:
