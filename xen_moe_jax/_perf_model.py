@@ -159,6 +159,9 @@ def perf_model(
       slots_per_rank: "balance": as in `xm.dispatch`.
       links: bandwidths and fixed costs.
 
+    Returns:
+      `Prediction`.
+
     Raises:
       ValueError: a size is not positive, `ranks_per_node` does not divide `num_ranks`, `topk_idx` has another shape,
         `dtype` or `wire` is unknown, or `intermediate` or `slots_per_rank` is given to another operation than

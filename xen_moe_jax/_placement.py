@@ -176,6 +176,10 @@ class Placement:
         Returns:
           pytree of arrays `[L, ...]`, this rank's experts (`[S_home, ...]` with `home`), or `[R * L, ...]`. Zero for an
           expert without replicas.
+
+        Raises:
+          ValueError: the placements differ in ranks or experts, or gradients or `active` have other dimensions.
+          TypeError: an argument is no placement or no array, or gradients are no floats.
         """
         home, placement = _both(home, self, "reduce")
         return _apply(reduce_p, gradients, home, placement, self.slots_per_rank, axis_name, active, config, "reduce")

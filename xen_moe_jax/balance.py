@@ -45,6 +45,9 @@ def count(topk_idx: jax.Array, num_experts: int, mask: jax.Array | None = None) 
 
     Returns:
       int32 `[E]`. `MoEMetrics.tokens_per_expert` of the Flax layers is this sum over all ranks.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong.
     """
     caller = "balance.count"
     idx, _ = _validate.routing(topk_idx, None, None, caller)
@@ -63,7 +66,11 @@ def count(topk_idx: jax.Array, num_experts: int, mask: jax.Array | None = None) 
 
 
 def home(num_experts: int, num_ranks: int) -> Placement:
-    """The placement of a dispatch without one: expert `e` on rank `e // L` alone, `S = L = ceil(E / R)`."""
+    """The placement of a dispatch without one: expert `e` on rank `e // L` alone, `S = L = ceil(E / R)`.
+
+    Raises:
+      ValueError, TypeError: a number is below 1, or no int.
+    """
     caller = "balance.home"
     experts = _validate.integer(num_experts, "num_experts", caller, minimum=1)
     return _home(experts, _validate.integer(num_ranks, "num_ranks", caller, minimum=1))

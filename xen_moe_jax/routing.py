@@ -79,6 +79,9 @@ def top_k(
     Returns:
       `topk_idx int32 [T, k]`, best first, ties to the lower expert; `topk_weights float32 [T, k]` as `chosen_weights`
       gives them. Where fewer than `k` experts can be chosen, the last slots are unused: -1 with weight 0.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong.
     """
     logits = _check(logits, "top_k", "logits")
     k = _check_int(k, "k", "top_k", logits.shape[1], "E")
@@ -123,6 +126,9 @@ def group_limited_top_k(
     Returns:
       `topk_idx int32 [T, k]`, best first; `topk_weights float32 [T, k]`. Where fewer than `k` experts of the chosen
       groups can be chosen, the last slots are unused: -1 with weight 0.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong.
     """
     caller = "group_limited_top_k"
     given = _check(scores, caller, "scores")
@@ -183,6 +189,9 @@ def chosen_weights(
 
     Returns:
       float32 `[T, K]`; 0 for unused slots.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong.
     """
     caller = "chosen_weights"
     logits = _check(logits, caller, "logits")
@@ -221,6 +230,9 @@ def sparsemixer_weights(logits: jax.Array, topk_idx: jax.Array, eps: float = 0.0
 
     Returns:
       float32 `[T, K]`; 0 for unused slots.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong.
     """
     caller = "sparsemixer_weights"
     logits = _check(logits, caller, "logits")

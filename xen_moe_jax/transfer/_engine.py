@@ -266,6 +266,9 @@ class Engine:
             readable: lets peers `read` the committed arrays; the engine then keeps the last generation.
             in_place: on GPUs, committed arrays stay in the window's memory instead of being copied into JAX's. A
                 program that XLA runs as a CUDA graph may then fail (docs, "Memory"). Elsewhere it changes nothing.
+
+        Raises `ValueError` for a wrong argument or a name in use, `TransferRefused` for a dtype with elements below one
+        byte, or if the engine is closed.
         """
         self._core.check_open("window")
         if name is not None:
@@ -345,7 +348,8 @@ class Engine:
         """Starts one transfer with a part for each of several targets: `src[index]` is written to the target of every
         (index, target) in `pieces`.
 
-        Every peer counts `imm` once for each part that has arrived. `last` is that of `write`, for every target.
+        Every peer counts `imm` once for each part that has arrived. `last` is that of `write`, for every target, and so
+        are the errors.
         """
         request = f"scatter of {len(pieces)} parts"
         jobs, sources = [], []
@@ -366,6 +370,8 @@ class Engine:
         Args:
             target: `peer["w"]`, or a part of it.
             sharding: the sharding of every result. None puts them on the first local device.
+
+        Raises `TransferRefused`, `PeerLost`, `TransferTimeout`.
         """
         request = self._request("read", target)
         if sharding is not None and not isinstance(sharding, jax.sharding.Sharding):
@@ -408,7 +414,10 @@ class Engine:
             return self._mailbox.recv(peer, tag, sharding, timeout)
 
     def barrier(self, group: Sequence[Peer], timeout: float | None = None) -> None:
-        """Returns when every engine of the group (this one and the peers given) has called it with the same group."""
+        """Returns when every engine of the group (this one and the peers given) has called it with the same group.
+
+        Raises `TransferRefused`, `PeerLost`, `TransferTimeout`.
+        """
         self._core.check_open("barrier")
         self._mailbox.barrier(group, timeout)
 
