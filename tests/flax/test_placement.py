@@ -199,6 +199,20 @@ def test_an_exact_balance_among_the_active_ranks():
     assert exact_metrics.num_dropped == metrics.num_dropped > 0
 
 
+def test_experts_at_home_on_an_inactive_rank_have_no_rows():
+    """Their slots on active ranks held NaN, which every token of theirs got, and every gradient."""
+    moe, x, target = layer(CONFIG), tokens(16), tokens(16, seed=5)
+    active = np.arange(RANKS) != 1
+    y, metrics, gradients = run_with_gradients(moe, x, target, mesh(), active=active)
+    placement = xm.balance.plan(np.arange(1, E + 1), RANKS, 3, alive=active)
+    placed_y, placed_metrics, placed = run_with_gradients(moe, x, target, mesh(), active=active, placement=placement)
+    np.testing.assert_allclose(placed_y, y, rtol=1e-5, atol=1e-6)
+    assert placed_metrics.num_dropped == metrics.num_dropped > 0
+    assert_same_gradients(placed, gradients)
+    with pytest.raises(ValueError, match=r"active is bool\[2\]: must be bool\[4\]"):
+        run(moe, x, mesh(), active=active[:2], placement=placement)
+
+
 def test_a_tensor_axis_and_linen_take_it():
     config = dataclasses.replace(CONFIG, tensor_axis="tp")
     moe, x = layer(config), tokens(16)

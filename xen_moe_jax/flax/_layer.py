@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from xen_moe_jax import _validate
 from xen_moe_jax._float8_weight import Float8Weight, without_codes
 from xen_moe_jax._mesh import vary_over
+from xen_moe_jax._placement import Placement, of_experts
 from xen_moe_jax._quantized_weight import QuantizedWeight, without_gradient
 from xen_moe_jax.experts import tpu_decode
 from xen_moe_jax.experts.mlp import shared_expert
@@ -85,10 +86,14 @@ def moe_on_rank(
 
     if members.placement is not None:
         _validate.placement(members.placement, config.num_experts, jax.lax.axis_size(config.axis_name), "MoE")
+    lost = jnp.zeros((), jnp.int32)
     if members.placement is not None and config.num_slots is None:
+        if members.active is not None:
+            placement, lost = _without_lost_experts(members.placement, members.active, tokens.topk_idx)
+            members = members._replace(placement=placement)
         where: dict[str, Any] = {"axis_name": config.axis_name, "active": members.active, "config": config.kernel}
         parts = {name: without_codes(part) for name, part in parts.items()}
-        parts = members.placement.move(parts, None, members.placement, **where)
+        parts = Placement.move(parts, None, members.placement, **where)
     if config.replicated_tokens:
         chosen_here = topk_idx is None and members.placement is None
         out, dropped = through_own_experts(config, parts, tokens, chosen_here=chosen_here)
@@ -99,6 +104,7 @@ def moe_on_rank(
         # and the alignment decides which ones are dropped: it must not depend on the platform.
         chosen = tpu_decode.adapted(config, x.shape[0]) if topk_idx is None else config
         out, dropped = through_experts(chosen, parts, tokens, members)
+        dropped = dropped + lost
     out = out.astype(dtype)  # experts=... may have returned another one
     if config.shared_features:
         out = out + shared_expert(config, tokens.x, shared, share)
@@ -109,6 +115,19 @@ def moe_on_rank(
         shape = (*given.x.shape[:-1], config.top_k)
         metrics = dataclasses.replace(metrics, topk_idx=metrics.topk_idx.reshape(shape))
     return out.reshape(given.x.shape), metrics
+
+
+def _without_lost_experts(placement: Placement, active: jax.Array, topk_idx: jax.Array) -> tuple[Placement, jax.Array]:
+    """Empties the slots of experts that are at home on an inactive rank: their weights cannot be moved to any slot.
+
+    Returns the placement, and int32 `[]`, the slots of this rank's tokens that name such an expert: rows that it drops.
+    """
+    local = -(-placement.num_experts // placement.num_ranks)
+    there = jnp.repeat(jnp.asarray(active), local)[: placement.num_experts]
+    experts = jnp.asarray(placement.experts)
+    experts = jnp.where(there[jnp.maximum(experts, 0)], experts, -1)
+    lost = jnp.sum((topk_idx >= 0) & ~there[jnp.maximum(topk_idx, 0)], dtype=jnp.int32)
+    return of_experts(experts, placement.num_experts, placement.sums), lost
 
 
 def _for_compute(weight: Any, dtype: Any) -> Any:

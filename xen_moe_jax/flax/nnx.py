@@ -127,6 +127,7 @@ class MoE(nnx.Module):
             these experts, and its gradient flows through them. choice="hash" then needs no `token_ids`.
           placement: where the experts are (`xm.balance.plan`), as in `xm.dispatch`: an array like any other. Weights at
             home are moved to their slots in each call, and their gradients back; `MoEConfig.num_slots` has them there.
+            Weights at home on an inactive rank cannot be moved: rows for such an expert are dropped and counted.
           quantized: the codes that `quantized_weights` returned for these weights: experts in fp8 multiply by them, and
             this call quantizes no weights, except weights that it moves to slots. None: it quantizes all.
 
