@@ -175,6 +175,14 @@ def test_gradients_and_explicit_shardings_pass_a_tick():
     assert float(jax.jvp(lambda x: xt.tick(x * x, watcher), (3.0,), (1.0,))[1]) == 6.0
 
 
+def test_a_tick_needs_a_watcher_and_a_number():
+    """The second error came from the callback, in the middle of a run."""
+    with pytest.raises(TypeError, match="tick: watcher is a builtin_function_or_method: must be an xt.Watcher"):
+        jax.jit(lambda x: xt.tick(x, print)).lower(1.0)
+    with pytest.raises(ValueError, match=r"tick: index has shape \(2,\): must be a number"):
+        jax.jit(lambda x: xt.tick(x, xt.Watcher(), jnp.arange(2))).lower(1.0)
+
+
 def test_a_tick_without_a_cpu_device_is_an_error_when_the_program_is_made(monkeypatch):
     """JAX_PLATFORMS=cuda gives this case: an error in the middle of a run would leave the other devices waiting."""
 

@@ -85,6 +85,8 @@ class TestWhatErrorsSay:
             (({"a": SOURCE}, jax.P("x")), "shardings must be one sharding"),
             (({"a": SOURCE}, {"a": jax.P("x")}), "must be jax.sharding.Sharding"),
             (({"a": SOURCE}, {"b": None}), "pytree of shardings like avals"),
+            (({"a": jax.ShapeDtypeStruct((-1,), np.float32)},), r"a has shape \(-1,\): must be integers of 0 or more"),
+            (({"a": jax.ShapeDtypeStruct(jax.export.symbolic_shape("n"), np.float32)},), r"a has shape \(n,\)"),
         ],
     )
     def test_of_a_window(self, engine, arguments, text):
@@ -120,7 +122,7 @@ class TestWhatErrorsSay:
 
     def test_of_settings(self, engine):
         """No transport of that name: the library said so, in a byte that was not read, and the process crashed."""
-        for settings in ({"TLS": 3}, {3: "tcp"}):
+        for settings in ({"TLS": 3}, {3: "tcp"}, ["TLS"]):
             with pytest.raises(ValueError, match="settings=.* must be strings"):
                 xt.Engine(name="second", settings=settings)
         with pytest.raises(RuntimeError, match="ucp_init with .*'TLS': 'nothing'.* failed: No such device"):
@@ -158,6 +160,27 @@ class TestWhatErrorsSay:
         *_, peer, _ = sides
         with pytest.raises(IndexError, match="must be an integer or a slice"):
             peer["kv"][index]
+
+    def test_of_parts_that_are_not_there(self, sides):
+        """JAX clamps a number that lies outside: another row was written, without a word."""
+        _, sender, peer, window = sides
+        for index in (4, -5, (0, 2), np.array([0, 9])):
+            with pytest.raises(xt.TransferRefused, match="scatter of 1 parts: the source has no part"):
+                sender.scatter(jnp.ones((4, 2)), [(index, peer["kv"][0])])
+        with pytest.raises(xt.TransferRefused, match=r"must be a pair \(index, target\)"):
+            sender.scatter(self.SOURCE, [peer["kv"]])
+        sender.scatter(jnp.arange(8.0).reshape(4, 2), [(-1, peer["kv"][0]), (slice(1, 3), peer["kv"][2:])]).wait(5)
+        np.testing.assert_array_equal(window.commit(5)["kv"], [[6, 7], [0, 0], [2, 3], [4, 5]])
+
+    def test_of_arrays_that_were_deleted(self, sides):
+        engine, sender, peer, _ = sides
+        for call in (
+            lambda: engine.publish("p", {"a": deleted()}),
+            lambda: sender.send(peer, deleted()),
+            lambda: sender.scatter(deleted(), [(0, peer["kv"][0])]),
+        ):
+            with pytest.raises(xt.TransferRefused, match="was deleted or donated"):
+                call()
 
     def test_of_messages_with_containers(self, sides):
         engine, sender, peer, _ = sides
@@ -336,7 +359,7 @@ class TestMessagesThatAreGivenUp:
         engine, sender, peer = sides
         sent = sender.send(peer, np.arange(7, dtype=np.int32))
         uneven = jax.NamedSharding(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), jax.P("x"))
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=r"sharding: an array of shape \(7,\) cannot be split so"):
             engine.recv(sharding=uneven, timeout=5)
         assert not sent.done()
         np.testing.assert_array_equal(np.asarray(engine.recv(timeout=5)), np.arange(7))

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from xen_moe_jax.transfer import _channel, _process
+from xen_moe_jax.transfer import _channel, _memory, _process
 from xen_moe_jax.transfer._checks import as_int, check_name, deadline
 from xen_moe_jax.transfer._core import Core
 from xen_moe_jax.transfer._counter import Imm, ImmCounter, check_imm
@@ -99,15 +99,15 @@ class Engine:
             raise ValueError("token= must be bytes or a string, not empty; without one the descriptor holds a secret")
         if (number := as_int(port)) is None or not 0 <= number < 2**16:
             raise ValueError(f"port={port!r} must be 0 (any that is free) to 65535")
-        chosen = dict(settings or {})
-        if not all(isinstance(word, str) for word in (*chosen, *chosen.values())):
+        chosen = {} if settings is None else settings
+        if not isinstance(chosen, Mapping) or not all(isinstance(w, str) for w in (*chosen, *chosen.values())):
             raise ValueError(f"settings={settings!r} must be strings by strings, as in {{'TLS': 'tcp'}}")
         address = _address(host, number)
         self.name = name
         self.identity = secrets.token_hex(8)
         self._secret = secrets.token_bytes(32) if token is None else None
         self._key = _channel.secret_key(self._secret or (token.encode() if isinstance(token, str) else token or b""))
-        ucx = functools.partial(UcxWire, address, chosen, backend == "auto")
+        ucx = functools.partial(UcxWire, address, dict(chosen), backend == "auto")
         self._core = Core(name, ucx if wire is None else lambda: wire)
         self._windows = Windows(self._core)
         self._mailbox = Mailbox(self._core, self.identity)
@@ -355,10 +355,14 @@ class Engine:
         jobs, sources = [], []
         with about(request):
             imm = None if imm is None else check_imm(imm)
-        for index, target in pieces:
+        for piece in pieces:
+            if not isinstance(piece, Sequence) or len(piece) != 2:
+                raise TransferRefused(f"{request}: {piece!r} must be a pair (index, target)", request=request)
+            index, target = piece
             self._request("scatter", target)
             with about(request, target.peer.name):
-                job, source = write_job(self._core, src[index], target, None, request, timeout)
+                part = _memory.part_of(src, index)
+                job, source = write_job(self._core, part, target, None, request, timeout)
             jobs.append(job)
             sources += source
         return Transfer(self._core, "put", request, jobs, sources, imm, last).start()

@@ -28,11 +28,24 @@ _IN_PLACE = {"cpu": "host", "gpu": "cuda", "cuda": "cuda"}
 
 
 def check_array(value: Any, what: str) -> None:
-    """Raises `TransferRefused` for a value that is not an array."""
+    """Raises `TransferRefused` for a value that is not an array, or whose memory is gone."""
     if isinstance(value, jax.core.Tracer):
         raise TransferRefused(f"{what} is being traced: transfers start outside of jit; xt.tick hands arrays out of it")
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
         raise TransferRefused(f"{what} is a {type(value).__name__}: must be a jax.Array or a NumPy array")
+    if isinstance(value, jax.Array) and value.is_deleted():
+        raise TransferRefused(f"{what} was deleted or donated")
+
+
+def part_of(src: Any, index: Any) -> Any:
+    """Returns `src[index]`. Raises `TransferRefused` if an array has no such part: JAX would return the nearest one."""
+    try:
+        if isinstance(src, jax.Array):
+            check_array(src, "the source")
+            np.broadcast_to(np.False_, src.shape)[index]
+        return src[index]
+    except (IndexError, KeyError) as cause:
+        raise TransferRefused(f"the source has no part [{index!r}]: {cause}") from None
 
 
 def check_dtype(dtype, what: str) -> np.dtype:
@@ -185,6 +198,10 @@ class Block:
             )
         self.sharding = sharding or jax.sharding.SingleDeviceSharding(_device.default())
         check_sharding(self.sharding, "an array")
+        try:
+            self.sharding.shard_shape(self.shape)
+        except ValueError as cause:
+            raise ValueError(f"sharding: an array of shape {self.shape} cannot be split so: {cause}") from None
         self._in_place = in_place
         self._array: jax.Array | None = None
         self._parts: list[tuple[Any, Any, tuple[int, ...]]] = []

@@ -13,7 +13,7 @@ import numpy as np
 
 from xen_moe_jax.transfer import _memory
 from xen_moe_jax.transfer._checks import optional_deadline
-from xen_moe_jax.transfer._errors import TransferRefused
+from xen_moe_jax.transfer._errors import about
 from xen_moe_jax.transfer._jobs import parts_job
 from xen_moe_jax.transfer._layout import box_of, leaves_by_path
 from xen_moe_jax.transfer._messages import check_peer
@@ -63,8 +63,10 @@ def push(
     arrived, the permission to write is given back: the death of this process afterwards does not spoil the generation.
 
     Raises `KeyError` for a receiver that is not among the peers, `ValueError` for arrays that are not those of the
-    plan, and what `Engine.write` does.
+    plan, `TypeError` for a plan that is none, and what `Engine.write` does.
     """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"push: plan is a {type(plan).__name__}: must be what xt.plan returned")
     if isinstance(peers, Peer | str):  # type: ignore[unreachable]
         raise ValueError(f"push: peers={peers!r} must be a collection of peers, as in [{peers!r}]")
     members = list(peers.values() if isinstance(peers, Mapping) else peers)
@@ -78,12 +80,11 @@ def push(
         raise ValueError(f"push: params and the plan differ in {sorted(arrays.keys() ^ plan.dtypes.keys())[:8]}")
     for path, (shape, dtype) in plan.sources.items():
         array, what = arrays[path], path or "the array"
-        _memory.check_array(array, f"push: {what}")
+        with about("push"):
+            _memory.check_array(array, f"push: {what}")
         if array.shape != shape or array.dtype != dtype:
             found, planned = f"{array.dtype}{list(array.shape)}", f"{dtype}{list(shape)}"
             raise ValueError(f"push: {what} is {found}, and was {planned} when the plan was made: make another plan")
-        if isinstance(array, jax.Array) and array.is_deleted():
-            raise TransferRefused(f"push: {what} was deleted or donated", request="push")
     transfers: list[Transfer] = []
     staged: deque[tuple[Transfer, int]] = deque()
     nbytes = 0

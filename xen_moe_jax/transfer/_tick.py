@@ -73,8 +73,13 @@ def tick(y, watcher: Watcher, index: jax.typing.ArrayLike = 0, data=None):
         data: pytree of arrays that the callback gets as NumPy arrays (one copy to the host), computed by then, too.
 
     Inside `shard_map` every device ticks. Gradients pass through `y` as if there were no tick, and none through `index`
-    and `data`. Raises `TransferRefused` where JAX has no CPU device: it hands `data` over on one, also on GPUs.
+    and `data`. Raises `TransferRefused` where JAX has no CPU device: it hands `data` over on one, also on GPUs;
+    `TypeError` or `ValueError` for a watcher or an index that is none.
     """
+    if not isinstance(watcher, Watcher):
+        raise TypeError(f"tick: watcher is a {type(watcher).__name__}: must be an xt.Watcher(callback)")
+    if jnp.ndim(index):
+        raise ValueError(f"tick: index has shape {jnp.shape(index)}: must be a number")
     _check_callbacks()
     y, data = jax.lax.optimization_barrier((y, data))
     done = [leaf[(slice(1),) * leaf.ndim] for leaf in jax.tree.leaves(y)]

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from xen_moe_jax.transfer import _memory
+from xen_moe_jax.transfer._checks import as_int
 from xen_moe_jax.transfer._connection import Connection
 from xen_moe_jax.transfer._core import Core
 from xen_moe_jax.transfer._counter import Arrivals, ImmCounter, check_imm
@@ -69,6 +70,8 @@ class Window:
             where = f"{request}: {path or 'avals'}"
             if not hasattr(aval, "shape") or not hasattr(aval, "dtype"):
                 raise ValueError(f"{where} is a {type(aval).__name__}: must be a jax.ShapeDtypeStruct or an array")
+            if not all((size := as_int(extent)) is not None and size >= 0 for extent in aval.shape):
+                raise ValueError(f"{where} has shape {tuple(aval.shape)}: must be integers of 0 or more")
             _memory.check_dtype(aval.dtype, where)
         self._shardings = [
             given if given is not None else getattr(aval, "sharding", None)
