@@ -216,6 +216,28 @@ def test_a_folder_without_room_is_an_error():
             _board.map_file(pathlib.Path(folder) / "rows", 2 * room)
 
 
+def test_a_full_file_system_leaves_the_state_as_it_was(tmp_path):
+    """The error named neither the folder nor a remedy, and half a file stayed in the folder."""
+    board = _board.Board(tmp_path, 2, 1.0)
+    before = board.read()
+    (tmp_path / f".state.json.{os.getpid()}").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=rf"no room for state.json in {tmp_path}: free or enlarge it"):
+        board.write({**before, "proposal": 7})
+    assert board.read() == before and not list(tmp_path.glob(".*"))
+    board.close()
+
+
+def test_a_damaged_folder_is_named_and_an_ended_group_may_be_larger(tmp_path):
+    for slots in (2, 3, 1):  # each group has ended before the next one begins
+        with elastic.Group(tmp_path, slots, axis_name=f"slots {slots}") as group:
+            assert group.join().joined == (0,)
+            with pytest.raises(ValueError, match=rf"slots=9: the group in .* has {slots}: .*use another folder"):
+                elastic.Group(tmp_path, 9, axis_name="nine")
+    (tmp_path / "state.json").write_text("")
+    with pytest.raises(RuntimeError, match=r"state.json is damaged: .*use another one"):
+        elastic.Group(tmp_path, 2, axis_name="damaged")
+
+
 def test_all_die_and_the_next_ones_begin_anew(ranks):
     start, words = ranks
     first = [start(slot, 3) for slot in range(3)]

@@ -45,9 +45,6 @@ class Board:
     Attributes:
       folder: the path.
       words: the board's words, uint64, shared by all processes.
-
-    Raises:
-      ValueError: the group in the folder has another number of slots.
     """
 
     def __init__(self, folder: str | os.PathLike[str], slots: int, timeout_s: float) -> None:
@@ -60,9 +57,6 @@ class Board:
             with self.locked():
                 if not (self.folder / "state.json").exists():
                     self.write({"slots": slots, "proposal": 0, "urgent": 0, "claimed": 0, "members": {}, "claims": {}})
-                found = self.read()["slots"]
-            if found != slots:
-                raise ValueError(f"elastic.Group: slots={slots}: the group in {self.folder} has {found}")
             undo.pop_all()
 
     @contextlib.contextmanager
@@ -111,22 +105,45 @@ class Board:
 
     def read(self) -> dict[str, Any]:
         """Returns the state. Slots are text in it, because the keys of JSON's objects are."""
-        return json.loads((self.folder / "state.json").read_text())
+        return self._load("state.json")
+
+    def _load(self, name: str) -> Any:
+        """Returns the value in file `name`.
+
+        Raises:
+          RuntimeError: the file is not what `put` writes, as after a crash of the machine, or where it was changed.
+        """
+        try:
+            return json.loads((self.folder / name).read_text())
+        except ValueError:
+            raise RuntimeError(
+                f"elastic.Group: {self.folder / name} is damaged: end the group's processes, and remove the folder or "
+                "use another one"
+            ) from None
 
     def write(self, state: dict[str, Any]) -> None:
         """Replaces the state; the caller holds the lock."""
         self.put("state.json", state)
 
     def put(self, name: str, value: Any) -> None:
-        """Writes `value` as JSON into file `name`, which readers find whole or not at all."""
+        """Writes `value` as JSON into file `name`, which readers find whole or not at all.
+
+        Raises:
+          OSError: the file system has no room for it; file `name` is as it was.
+        """
         new = self.folder / f".{name}.{os.getpid()}"
-        new.write_text(json.dumps(value))
-        os.replace(new, self.folder / name)
+        try:
+            with _room_in(self.folder, name):
+                new.write_text(json.dumps(value))
+            os.replace(new, self.folder / name)
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
 
     def get(self, name: str) -> Any | None:
         """Returns the value that `put` has written into file `name`; None if there is no such file."""
         try:
-            return json.loads((self.folder / name).read_text())
+            return self._load(name)
         except FileNotFoundError:
             return None
 
@@ -155,16 +172,24 @@ def map_file(path: pathlib.Path, nbytes: int) -> memoryview:
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        if os.fstat(descriptor).st_size < nbytes:
-            os.posix_fallocate(descriptor, 0, nbytes)
-        return memoryview(mmap.mmap(descriptor, nbytes))
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        text = f"elastic.Group: no room for {nbytes} bytes in {path.parent}: free or enlarge it (Docker: --shm-size)"
-        raise OSError(errno.ENOSPC, text) from error
+        with _room_in(path.parent, f"{nbytes} bytes"):
+            if os.fstat(descriptor).st_size < nbytes:
+                os.posix_fallocate(descriptor, 0, nbytes)
+            return memoryview(mmap.mmap(descriptor, nbytes))
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _room_in(folder: pathlib.Path, what: str) -> Iterator[None]:
+    """Raises an OSError that names the folder and the remedy where the file system has no room for `what`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        text = f"elastic.Group: no room for {what} in {folder}: free or enlarge it (Docker: --shm-size)"
+        raise OSError(error.errno, text) from error
 
 
 if platform.machine() in ("x86_64", "AMD64"):

@@ -118,7 +118,8 @@ class Group:
           TypeError: `slots`, `slot`, `axis_name` or `placement` has a wrong type.
           ValueError: an argument is wrong, or other than that of the group in `folder`.
           RuntimeError: the slot, or every slot, belongs to a process that runs, or a process of the group cannot be
-            watched from here.
+            watched from here, or a file of the group is damaged.
+          OSError: the folder cannot be written, or has no room.
         """
         caller = "elastic.Group"
         self.num_ranks = _validate.integer(slots, "slots", caller, minimum=1)

@@ -94,7 +94,7 @@ class Membership:
 
     Raises:
       RuntimeError: the slot, or every slot, belongs to a process that runs.
-      ValueError: the processes of the group have another placement.
+      ValueError: the processes of the group have another placement, or another number of slots.
     """
 
     def __init__(self, board: Board, slots: int, slot: int | None, placement: str, timeout_s: float) -> None:
@@ -125,8 +125,13 @@ class Membership:
                     state["members"] = {}  # the whole group has ended: this one is the next
                     self._board.words[WAITING] = self._board.words[CHANGE] = 0
                 claims = {s: c for s, c in state["claims"].items() if not self._ended(c["identity"])}
-                if not claims and not state["members"]:
-                    state["placement"] = self._placement  # the first process says what the others must have
+                if not claims and not state["members"]:  # the first process says what the others must have
+                    state["placement"], state["slots"] = self._placement, self._slots
+                elif state["slots"] != self._slots:
+                    raise ValueError(
+                        f"elastic.Group: slots={self._slots}: the group in {self._board.folder} has {state['slots']}: "
+                        "give all of its processes the same, or use another folder"
+                    )
                 elif state["placement"] != self._placement:
                     raise ValueError(
                         f"elastic.Group: placement: the processes of the group in {self._board.folder} have another "
