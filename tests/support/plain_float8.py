@@ -28,7 +28,7 @@ def wide_weights(weights):
 
 def wide_rows(rows, sizes):
     """float32 `[C, A]`."""
-    scales = rows.scales[0].T
+    scales = rows.scales[0].T[: rows.values.shape[0]]  # a tile may be longer than all rows
     if rows.scales.shape[0] > 1:
         scales = jnp.full((rows.values.shape[0] + rows.scales.shape[2], rows.scales.shape[1]), jnp.nan)
         facts, up_to = row_tiles(sizes, rows.values.shape[0], rows.scales.shape[2])
