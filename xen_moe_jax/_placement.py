@@ -307,6 +307,8 @@ def _apply(
         if leaf.ndim == 0 or leaf.shape[0] != rows:
             where = "a rank's slots" if names else f"the slots of all {old.num_ranks} ranks"
             raise ValueError(f"Placement.{caller}: an array has shape {leaf.shape}: must be [{rows}, ...], {where}")
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise TypeError(f"Placement.{caller}: an array has dtype {leaf.dtype}: pass jax.random.key_data of keys")
         if caller == "reduce" and not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(f"Placement.reduce: an array has dtype {leaf.dtype}: gradients must be floating point")
         if not names:

@@ -643,6 +643,11 @@ def test_a_placement_is_saved_with_an_exported_program():
             "of the same experts and ranks",
         ),
         (lambda: xm.balance.home(4, 2).reduce(np.zeros((4, 2), int)), TypeError, "must be floating point"),
+        (
+            lambda: xm.balance.home(4, 2).move(jax.random.split(jax.random.key(0), 4), None, xm.balance.home(4, 2)),
+            TypeError,
+            "move: an array has dtype key<fry>: pass jax.random.key_data",
+        ),
         (lambda: xm.balance.home(4, 2).reduce(np.zeros(4), axis_name="ep"), ValueError, "inside jax.shard_map"),
         (lambda: xm.balance.home(4, 2).without(np.ones(3, bool)), ValueError, r"must be bool\[2\]"),
         (lambda: xm.balance.moves(None, None), TypeError, "must be a Placement"),
