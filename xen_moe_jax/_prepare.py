@@ -187,7 +187,9 @@ def dispatch(
     idx = _layout.sanitize(topk_idx, spec.num_experts)
     weights = jnp.ones(idx.shape, jnp.float32) if topk_weights is None else topk_weights.astype(jnp.float32)
     if scales is None:
-        scales = jnp.zeros((num_tokens, 0), jnp.float32)
+        # Not zeros: in a scan over layers with remat JAX would take these out of the loop as a constant, and an operand
+        # without elements of a manual computation in a loop ends Shardy with a segmentation fault (jaxlib 0.11.2).
+        scales = jax.lax.stop_gradient(values)[:, :0].astype(jnp.float32)
     given = topk_idx if topk_idx.dtype == jnp.int32 else idx  # another width may hold values that int32 cannot
     values, scales, idx, weights, given, checked = vary_over(
         [values, scales, idx, weights, given, checked], spec.axis_name

@@ -13,8 +13,9 @@ import flax.linen as nn
 from flax import nnx
 
 from tests.support.dense_moe import dense_moe
-from tests.support.layers import CONFIG, GPT_OSS, make_mesh, tokens
+from tests.support.layers import CONFIG, GPT_OSS, layer, make_mesh, tokens, weights_of
 from xen_moe_jax.flax.linen import MoE as LinenMoE
+from xen_moe_jax.flax.linen import variables_of
 from xen_moe_jax.flax.nnx import MoE
 
 LAYERS = 3
@@ -70,6 +71,25 @@ def test_linen_scan(name, kind):
     if config.balancing == "bias":
         bias = moved["router_state"]["MoE_0"]["router_bias"]
         assert bias.shape == (LAYERS, config.num_experts) and np.abs(bias).max(1).min() > 0, "each layer's own moves"
+
+
+@pytest.mark.parametrize("remat, balance", [("all", None), ("experts", "exact")])
+def test_gradients_with_chunks_and_remat(remat, balance):
+    """What a layer makes out of nothing is taken out of the scan. XLA's compiler ended the process on it."""
+    mesh, x = make_mesh((4,), ("ep",)), tokens(8)
+    stacked = {name: jnp.stack([jnp.asarray(w)] * 2) for name, w in weights_of(layer(CONFIG)).items()}
+
+    def loss(config, stacked):
+        def step(x, weights):
+            return x + LinenMoE(config).apply(variables_of(weights), x)[0], None
+
+        return jnp.sum(jax.lax.scan(step, x, stacked)[0] ** 2)
+
+    with jax.set_mesh(mesh):
+        chunked = dataclasses.replace(CONFIG, num_chunks=2, remat=remat, balance=balance)
+        got, expected = (jax.jit(jax.grad(loss, 1), static_argnums=0)(c, stacked) for c in (chunked, CONFIG))
+    for name, gradient in expected.items():
+        np.testing.assert_allclose(got[name], gradient, rtol=1e-4, atol=1e-4 * np.abs(gradient).max(), err_msg=name)
 
 
 def test_nnx_vmap_and_scan():

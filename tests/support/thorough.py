@@ -351,6 +351,7 @@ SLOW = (  # the rest of matrices of which CI runs every kind: layouts, meshes, a
     "flax/test_forward.py::test_quantized_wire[int8]",
     "flax/test_gradients.py::test_equal_dense[padded, uneven]",
     "flax/test_scan.py::test_linen_scan[gpt-oss, tensor axis-Explicit]",
+    "flax/test_scan.py::test_gradients_with_chunks_and_remat[experts-exact]",
     "flax/test_variants.py::test_expert_width_over_a_tensor_axis[padded, explicit, gate]",
     "flax/test_variants.py::test_tokens_replicated_over_the_expert_axis[padded, uneven, shared]",
     "flax/test_variants.py::test_activations_and_biases[geglu]",
