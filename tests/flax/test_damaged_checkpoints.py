@@ -89,6 +89,15 @@ def test_damaged_tensors(name, tmp_path):
                 load_hugging_face(tmp_path, layer, mesh=mesh, keep_quantised=keep, tensor_axis=mesh and "tp")
 
 
+def test_more_experts_than_the_config_counts(tmp_path):
+    layer, _ = MIXTRAL(tmp_path)
+    tensors = tensors_of(tmp_path)
+    (name,) = [name for name in tensors if f".{layer}." in name and name.endswith(W1)]
+    save(tmp_path, tensors | {name.replace("experts.3.", f"experts.{E}."): tensors[name]})
+    with pytest.raises(ValueError, match=rf"experts\.{E}\.w1\.weight: config.json counts {E} experts"):
+        load_hugging_face(tmp_path, layer)
+
+
 @pytest.mark.parametrize("size", [[48], [0, 32], [32.0, 48], "48", 48, {"a": 1}], ids=str)
 def test_block_sizes_that_are_none(size, tmp_path):
     layer, _ = FP8(tmp_path)

@@ -83,7 +83,15 @@ def vector(checkpoint: Checkpoint, name: str) -> Reader:
 
 
 def matrices(checkpoint: Checkpoint, template: str, num_experts: int) -> Reader:
-    """Reads one `[out, in]` matrix an expert as `[E, in, out]`."""
+    """Reads one `[out, in]` matrix an expert as `[E, in, out]`.
+
+    Raises:
+      ValueError: the checkpoint has more experts.
+    """
+    if (more := template.format(num_experts)) in checkpoint:
+        raise ValueError(
+            f"{more}: config.json counts {num_experts} experts; put the config.json of this checkpoint there"
+        )
 
     def read(index: Index) -> np.ndarray | Shipped:
         which, rows, columns = index
