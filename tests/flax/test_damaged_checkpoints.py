@@ -166,7 +166,7 @@ def test_a_file_of_the_index_that_is_absent(tmp_path):
         (hugging_face.deepseek_v3, {"mlp_layer_types": ["sparse"]}, "a field is of another type or length"),
         (hugging_face.deepseek_v3, {"routed_scaling_factor": None}, "MoEConfig.weight_scale=None: must be a finite"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", None) or str(value),  # str of a function has its address
 )
 def test_fields_of_another_type(write, field, message, tmp_path):
     layer, _ = write(tmp_path)
