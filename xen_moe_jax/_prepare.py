@@ -189,7 +189,7 @@ def dispatch(
     if scales is None:
         # Not zeros: in a scan over layers with remat JAX would take these out of the loop as a constant, and an operand
         # without elements of a manual computation in a loop ends Shardy with a segmentation fault (jaxlib 0.11.2).
-        scales = jax.lax.stop_gradient(values)[:, :0].astype(jnp.float32)
+        scales = values[:, :0].astype(jnp.float32)
     given = topk_idx if topk_idx.dtype == jnp.int32 else idx  # another width may hold values that int32 cannot
     values, scales, idx, weights, given, checked = vary_over(
         [values, scales, idx, weights, given, checked], spec.axis_name

@@ -111,7 +111,7 @@ def test_indices_without_dimensions_are_refused_by_the_dispatch(mesh4):
         given = x, jnp.int32(1), jnp.float32(1), weight, weight, jnp.swapaxes(weight, 1, 2)
         return xm.moe_mlp(*given, num_experts=4, axis_name="ep", capacity=512, config=config)
 
-    with pytest.raises(ValueError, match=r"dispatch: topk_idx has shape \(\): must be \[T, K\]"):
+    with pytest.raises(ValueError, match=r"moe_mlp: topk_idx has shape \(\): must be \[T, K\]"):
         jax.eval_shape(jax.shard_map(layer, mesh=mesh4, in_specs=(), out_specs=P("ep"), check_vma=False))
 
 
