@@ -212,11 +212,11 @@ def _dispatch_transpose(
     """
     rows_ct, _, _, _, weights_ct, *_ = cotangents
     wanted = ad.is_undefined_primal(x), ad.is_undefined_primal(topk_weights)
-    given = x, topk_weights, scales
+    given = x, scales, topk_idx, topk_weights
     values = [jnp.zeros(v.aval.shape, v.aval.dtype) if ad.is_undefined_primal(v) else v for v in given]
     if not are_zero(rows_ct, weights_ct):
-        values = list(_mesh.vary_alike(*values, topk_idx))
-        out = Dispatched(*dispatch_p.bind(values[0], values[2], topk_idx, values[1], active, **params))
+        values = _mesh.vary_alike(*values)
+        out = Dispatched(*dispatch_p.bind(*values, active, **params))
         handle = out.topk_idx, out.positions, out.recv_counts, active
     x_ct, topk_weights_ct = (zero_if(w, v) for w, v in zip(wanted, (x, topk_weights), strict=True))
     if wanted[0] and not are_zero(rows_ct):

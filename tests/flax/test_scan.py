@@ -75,7 +75,8 @@ def test_linen_scan(name, kind):
 
 @pytest.mark.parametrize("remat, balance", [("all", None), ("experts", "exact")])
 def test_gradients_with_chunks_and_remat(remat, balance):
-    """What a layer makes out of nothing is taken out of the scan. XLA's compiler ended the process on it."""
+    """Compares them with those of layers without either. JAX takes the constants of a layer out of the scan, and XLA's
+    compiler ended the process on one that had no elements."""
     mesh, x = make_mesh((4,), ("ep",)), tokens(8)
     stacked = {name: jnp.stack([jnp.asarray(w)] * 2) for name, w in weights_of(layer(CONFIG)).items()}
 
